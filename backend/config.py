@@ -1,0 +1,69 @@
+"""One frozen, validated configuration for every backend."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from backend.api import ConfigurationError
+
+DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(BaseModel):
+    """How a backend loads its model and batches requests. Each field is also a setting ``TOKENMILL_ENGINE_…``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field(
+        "smollm2",
+        min_length=1,
+        description="built-in alias, hub name, or path of a folder (safetensors) or of a .gguf file",
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="'dummy' gives the model random weights, for benchmarks"
+    )
+    tokenizer: str | None = Field(
+        None, description="where the tokenizer comes from; the model's own when unset, 'none' for token ids only"
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    device: str = Field("auto", description="'auto', 'cpu', 'cuda' or 'cuda:N'")
+    dtype: DType = Field("auto", description="'auto' is float32 on a CPU and the model's own on a GPU")
+    mode: Literal["async", "sync"] = Field(
+        "async", description="'sync' retires each step before the next one is prepared"
+    )
+
+    max_num_seqs: int = Field(32, ge=1, le=4096, description="requests that run at once (slots)")
+    max_num_batched_tokens: int = Field(
+        512, ge=1, description="tokens a step computes at most, decode rows included; longer prompts are chunked"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="context limit in tokens; the model's own when unset"
+    )
+    block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
+    num_kv_blocks: int | None = Field(None, ge=2, description="blocks of the KV cache; measured when unset")
+    kv_memory_fraction: float = Field(
+        0.9, gt=0.0, le=1.0, description="share of the free device memory for the KV cache, when it is measured"
+    )
+    prefix_cache: bool = Field(True, description="share the blocks of equal prompt beginnings")
+    max_waiting: int = Field(
+        100_000, ge=1, description="requests that may wait inside the engine before it refuses more"
+    )
+    debug_poison: bool = Field(
+        False, description="overwrite released I/O buffers, so that a use after release shows"
+    )
+
+    echo_tokens_per_s: float | None = Field(
+        None, gt=0, description="speed of the echo backend, a request; unlimited when unset"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
+                f"({self.max_num_seqs}): a step could not hold one token of each running request. "
+                "Raise the first or lower the second"
+            )
+        return self

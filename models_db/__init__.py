@@ -1,0 +1,1 @@
+"""SQL side of Tokenmill: typed tables, sessions, writers and queries."""

@@ -1,0 +1,1 @@
+"""Celery side of Tokenmill: app, tasks, pool, delivery, client and command line."""
