@@ -1,0 +1,40 @@
+# Tokenmill: what people type. Every target makes its own virtual environment first; a second run is instant.
+#   make demo             real prompts through Redis, Celery, the engine and SQL, with a report
+#   make test             the whole suite;  make test ARGS="tests/unit -k bulk"  runs a part
+#   TORCH_REQUIREMENT     which torch to install, e.g.  make setup TORCH_REQUIREMENT='torch==2.13.0+cpu'
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## make the virtual environment with everything in it
+	@scripts/bootstrap
+
+demo: setup  ## run 24+ real prompts through the whole of it and report (ARGS="--backend echo" needs no model)
+	@$(BIN)/tokenmill demo $(ARGS)
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## ruff, formatting and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## compare the engine with its peers on this machine
+	@$(BIN)/tokenmill bench $(ARGS)
+
+clean:  ## remove the environment, the caches and what demo and bench left
+	rm -rf $(VENV) demo-run bench-run .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
