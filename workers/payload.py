@@ -1,0 +1,284 @@
+"""The one argument of the task ``tokenmill.generate``, and the Celery message that carries it.
+
+The payload is flat, versioned JSON, so that any language can enqueue a job::
+
+    {"version": 1, "model": "smollm2", "prompt": "Once upon a time", "max_tokens": 64}
+
+sent as ``args=[payload], kwargs={}`` to the queue ``queue_for(model)``. Nothing in here imports torch or Celery: a
+message is built, stored and published as plain data.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import socket
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from backend.api import (
+    MAX_SEED,
+    ChatMessage,
+    GenerationRequest,
+    Prompt,
+    RequestError,
+    SamplingParams,
+    TokenId,
+    TokenmillError,
+    UnknownModelError,
+    check_text,
+    request_error_from,
+)
+from workers.settings import Settings
+
+TASK_NAME = "tokenmill.generate"
+PAYLOAD_VERSION = 1
+QUEUE_PREFIX = "tokenmill."
+DEFAULT_PRIORITY = 3
+BULK_PRIORITY = 6
+MAX_TASK_ID = 155  # the width of job.id
+
+# Kombu's Redis transport keeps one list a priority step, named with this separator.
+PRIORITY_STEPS = (0, 3, 6, 9)
+PRIORITY_SEPARATOR = "\x06\x16"
+
+_NOT_SLUG = re.compile(r"[^a-z0-9._-]+")
+_PROMPT_FIELDS = ("prompt", "messages", "token_ids")
+
+
+class NewerPayloadError(TokenmillError):
+    """The payload was written for a newer version of this software; the worker hands the message back."""
+
+    code = "newer_payload"
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        super().__init__(
+            f"version: payload version {version} is newer than {PAYLOAD_VERSION}, the newest known here. "
+            "Upgrade this worker"
+        )
+
+
+class GeneratePayload(SamplingParams):
+    """What a job asks for: the model, exactly one of three prompt forms, and how to sample."""
+
+    version: Literal[1] = PAYLOAD_VERSION
+    model: str = Field(min_length=1, max_length=255)
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    token_ids: tuple[TokenId, ...] | None = None
+    priority: int = Field(DEFAULT_PRIORITY, ge=0, le=9, description="0 is the most urgent")
+    deadline_s: float | None = Field(None, gt=0, description="counts from submission")
+    tenant: str | None = Field(None, min_length=1, max_length=255)
+    custom_id: str | None = Field(None, min_length=1, max_length=255)
+    return_token_ids: bool = Field(False, description="store the token ids beside the text")
+    stream: bool = False
+
+    @field_validator("model", "tenant", "custom_id")
+    @classmethod
+    def _storable(cls, value: str | None, info: Any) -> str | None:
+        return value if value is None else check_text(value, info.field_name)
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        try:
+            Prompt(prompt=self.prompt, messages=self.messages, token_ids=self.token_ids)
+        except ValidationError as exc:
+            raise request_error_from(exc) from None
+        return self
+
+    @classmethod
+    def parse(cls, data: object) -> GeneratePayload:
+        """Validate what came off the wire or from a caller.
+
+        Raises:
+            NewerPayloadError: a later version wrote it.
+            RequestError: names the field, the value and the fix.
+        """
+        if not isinstance(data, Mapping):
+            raise RequestError(
+                "must be a JSON object", field="payload", value=type(data).__name__, fix="Send args=[payload]"
+            )
+        version = data.get("version", PAYLOAD_VERSION)
+        if type(version) is int and version > PAYLOAD_VERSION:
+            raise NewerPayloadError(version)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as exc:
+            raise request_error_from(exc) from None
+
+    def check_limits(self, settings: Settings) -> None:
+        """Refuse what the settings do not allow.
+
+        Raises:
+            UnknownModelError: the model is not one that this fleet serves.
+            RequestError: the prompt is longer than ``max_prompt_chars``.
+        """
+        accepted = settings.accepted_models
+        if self.model not in accepted:
+            raise UnknownModelError(
+                "is not served here",
+                field="model",
+                value=self.model,
+                fix=f"Use one of: {', '.join(accepted)}",
+            )
+        length = len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
+        if length > settings.max_prompt_chars:
+            raise RequestError(
+                f"is longer than max_prompt_chars ({settings.max_prompt_chars})",
+                field="prompt" if self.prompt is not None else "messages",
+                value=length,
+                fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
+            )
+
+    def sampling(self) -> SamplingParams:
+        """The sampling part alone."""
+        values = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        return SamplingParams.model_construct(**values)  # already validated as a part of this
+
+    def to_request(self, job_id: str) -> GenerationRequest:
+        """The request for a backend.
+
+        An unset seed is derived from the job id, so that every attempt at a job draws the same tokens.
+        """
+        sampling = self.sampling()
+        if sampling.seed is None and sampling.temperature > 0:
+            sampling = sampling.model_copy(update={"seed": seed_of(job_id)})
+        return GenerationRequest.model_construct(
+            request_id=job_id,
+            prompt=Prompt.model_construct(
+                prompt=self.prompt, messages=self.messages, token_ids=self.token_ids
+            ),
+            sampling=sampling,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
+            stream=self.stream,
+        )
+
+    def params(self) -> dict[str, Any]:
+        """Sampling parameters that differ from the defaults, as JSON-safe values; for the ``job`` row."""
+        return self.model_dump(mode="json", include=set(SamplingParams.model_fields), exclude_defaults=True)
+
+    def prompt_json(self) -> dict[str, Any]:
+        """The prompt in the form it was given, as JSON-safe values; for the ``job`` row."""
+        return self.model_dump(mode="json", include=set(_PROMPT_FIELDS), exclude_none=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The payload as it goes on the wire; fields at their defaults are left out, the version never."""
+        return {"version": self.version} | self.model_dump(mode="json", exclude_defaults=True)
+
+    def digest(self) -> str:
+        """SHA-256 over the whole payload, for comparing two submissions with one idempotency key."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def seed_of(job_id: str) -> int:
+    """A seed from 0 to 2**63 - 1 that depends on the job id alone."""
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") & MAX_SEED
+
+
+# ------------------------------------------------------------------------------------------------------ messages
+
+
+def queue_for(model: str) -> str:
+    """The queue of a model: ``tokenmill.`` and its name in lower case, other characters than ``a-z0-9._-`` as ``-``.
+
+    Names that differ only in what is lost get a short digest, so that two models never share a queue.
+    """
+    slug = _NOT_SLUG.sub("-", model.lower()).strip("-")
+    if slug != model:
+        slug = f"{slug[:80]}-{hashlib.sha256(model.encode()).hexdigest()[:6]}".lstrip("-")
+    return QUEUE_PREFIX + slug
+
+
+def queue_key(queue: str, priority: int) -> str:
+    """The Redis list that holds a queue's messages of a priority (0 to 9, rounded down to its step)."""
+    step = max(step for step in PRIORITY_STEPS if step <= priority)
+    return f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue
+
+
+def build_message(job_id: str, payload: GeneratePayload, settings: Settings) -> dict[str, Any]:
+    """The complete message of a job, as the Redis transport stores it: headers, properties and body.
+
+    It is JSON-safe, holds all that is needed to publish the job again under the same id, and is stored in
+    ``job.message``. The prompt is only in the (base64) body, never in ``argsrepr``.
+    """
+    if not 0 < len(job_id) <= MAX_TASK_ID:
+        raise RequestError(
+            f"must have 1 to {MAX_TASK_ID} characters", field="job_id", value=job_id, fix="Use a UUID"
+        )
+    embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+    body = json.dumps([[payload.to_dict()], {}, embed], separators=(",", ":"), ensure_ascii=False)
+    return {
+        "body": base64.b64encode(body.encode()).decode("ascii"),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {
+            "lang": "py",
+            "task": TASK_NAME,
+            "id": job_id,
+            "shadow": None,
+            "eta": None,
+            "expires": None,
+            "group": None,
+            "group_index": None,
+            "retries": 0,
+            "timelimit": [None, None],
+            "root_id": job_id,
+            "parent_id": None,
+            "argsrepr": describe(payload.model),
+            "kwargsrepr": "{}",
+            "origin": f"{os.getpid()}@{socket.gethostname()}",
+            "ignore_result": False,
+            "replaced_task_nesting": 0,
+            "stamped_headers": None,
+            "stamps": {},
+        },
+        "properties": {
+            "correlation_id": job_id,
+            "reply_to": "",
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": queue_for(payload.model)},
+            "priority": payload.priority,
+            "body_encoding": "base64",
+            "delivery_tag": str(uuid.uuid4()),
+        },
+    }
+
+
+def describe(model: object) -> str:
+    """What logs and events show in place of the arguments: never the prompt."""
+    return f"(<tokenmill payload for {str(model)[:80]}>,)"
+
+
+def wire(message: Mapping[str, Any]) -> tuple[str, bytes]:
+    """A stored message made ready to publish: the Redis list for ``LPUSH``, and the bytes, with a fresh tag.
+
+    A delivery tag names one delivery, so that two publications of a job must not share it.
+    """
+    properties = dict(message["properties"]) | {"delivery_tag": str(uuid.uuid4())}
+    key = queue_key(properties["delivery_info"]["routing_key"], properties.get("priority") or 0)
+    return key, json.dumps(dict(message) | {"properties": properties}, separators=(",", ":")).encode()
+
+
+class RedisPipeline(Protocol):
+    """What ``publish`` needs of a Redis client's pipeline."""
+
+    def lpush(self, name: str, *values: bytes) -> Any: ...
+
+    def execute(self) -> Any: ...
+
+
+def publish(pipeline: RedisPipeline, messages: Iterable[Mapping[str, Any]]) -> None:
+    """Publish stored messages in order, in one round trip: ``publish(redis.Redis(…).pipeline(), messages)``."""
+    for message in messages:
+        key, data = wire(message)
+        pipeline.lpush(key, data)
+    pipeline.execute()

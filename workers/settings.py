@@ -1,0 +1,296 @@
+"""Every setting of a worker, a client and the command line: where it comes from, what it may be.
+
+A setting is read, first match wins, from a keyword override, from the environment (``TOKENMILL_…``), or from a TOML
+file named by ``TOKENMILL_CONFIG`` (else ``./tokenmill.toml`` where that exists). Nothing in here imports torch or
+Celery.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
+
+from backend.api import ConfigurationError
+from backend.config import EngineConfig
+
+ENV_PREFIX = "TOKENMILL_"
+CONFIG_VARIABLE = "TOKENMILL_CONFIG"
+DEFAULT_CONFIG_FILE = "tokenmill.toml"
+
+_HIDDEN = "***"
+_SECRET_QUERY = re.compile(r"pass|secret|token|key$|credential", re.IGNORECASE)
+_URL_CREDENTIALS = re.compile(
+    r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/@]*)@", re.I
+)
+
+
+def redact_url(url: str) -> str:
+    """The URL with its password and any secret query value replaced by ``***``; a URL without them unchanged."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return redact_text(url)
+    netloc = parts.netloc
+    if "@" in netloc:
+        credentials, _, host = netloc.rpartition("@")
+        user, colon, _ = credentials.partition(":")
+        netloc = f"{user}:{_HIDDEN}@{host}" if colon else f"{user}@{host}"
+    query = parts.query
+    if query:
+        pairs = parse_qsl(query, keep_blank_values=True)
+        if any(_SECRET_QUERY.search(name) for name, _ in pairs):
+            shown = [(name, _HIDDEN if _SECRET_QUERY.search(name) else value) for name, value in pairs]
+            query = urlencode(shown, safe="*/:")
+    if netloc == parts.netloc and query == parts.query:
+        return url
+    return urlunsplit(SplitResult(parts.scheme, netloc, parts.path, query, parts.fragment))
+
+
+def redact_text(text: str) -> str:
+    """Any text with the passwords of the URLs inside it replaced by ``***``; for errors of other libraries."""
+    return _URL_CREDENTIALS.sub(rf"\g<scheme>\g<user>:{_HIDDEN}@", text)
+
+
+class _FlatEngineEnv(PydanticBaseSettingsSource):
+    """Reads ``TOKENMILL_ENGINE_MAX_NUM_SEQS`` beside the nested spelling ``TOKENMILL_ENGINE__MAX_NUM_SEQS``."""
+
+    def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
+        super().__init__(settings_cls)
+        self._environ = environ
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        prefix = f"{ENV_PREFIX}ENGINE_"
+        found = {
+            name[len(prefix) :].lstrip("_").lower(): value
+            for name, value in self._environ.items()
+            if name.startswith(prefix)
+        }
+        return {"engine": {name: value for name, value in found.items() if value != ""}} if found else {}
+
+
+class _TomlFile(PydanticBaseSettingsSource):
+    """The TOML file, when there is one."""
+
+    def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
+        super().__init__(settings_cls)
+        self._environ = environ
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        named = self._environ.get(CONFIG_VARIABLE)
+        path = Path(named or DEFAULT_CONFIG_FILE)
+        if not named and not path.is_file():
+            return {}
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as exc:
+            raise ConfigurationError(
+                f"{CONFIG_VARIABLE}: cannot read {path} ({exc.strerror}). Correct the path or unset the variable"
+            ) from exc
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise ConfigurationError(f"{path} is not valid TOML: {exc}. Correct that line") from exc
+
+
+class Settings(BaseSettings):
+    """The validated settings. Frozen: make another one with ``load_settings(**overrides)``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+    )
+
+    broker_url: str = Field("redis://127.0.0.1:6379/0", description="Redis that carries the deliveries")
+    result_backend_url: str | None = Field(
+        None, description="Redis for Celery's own results (.get(), link, chord); the broker when unset"
+    )
+    database_url: str = Field(
+        "sqlite:///tokenmill.db", description="SQL database that holds jobs and results"
+    )
+
+    backend: str = Field(
+        "async", min_length=1, description="how to generate: async, transformers, echo or a plug-in"
+    )
+    model: str = Field("smollm2", min_length=1, description="name of the model served here, and of its queue")
+    models: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="further model names that this fleet accepts"
+    )
+
+    worker_name: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=200,
+        description="the worker's name; the host's",
+    )
+    heartbeat_interval_s: float = Field(1.0, gt=0, le=60, description="between two beats of the worker's row")
+    dead_after_s: float = Field(
+        6.0, gt=0, le=3600, description="a worker whose heartbeat has not moved for so long counts as dead"
+    )
+    sample_interval_s: float = Field(5.0, gt=0, le=3600, description="between two rows of engine statistics")
+
+    prefetch_headroom: int | None = Field(
+        None,
+        ge=0,
+        description="deliveries held beyond the slots; the larger of 8 and a quarter of the slots when unset",
+    )
+    max_prompt_chars: int = Field(1_000_000, ge=1, description="longest prompt text accepted, in characters")
+    finaliser_threads: int = Field(
+        2, ge=1, le=4, description="threads that run Celery's tracer on finished jobs"
+    )
+
+    visibility_timeout_s: float = Field(
+        8.0,
+        ge=2,
+        description="a delivery whose lease was not renewed for so long is delivered again. Leases of everything in "
+        "flight are renewed each second, so this bounds recovery after a kill, not the length of a job; keep it "
+        "above dead_after_s, or the new delivery waits for the death to be certain",
+    )
+    lease_interval_s: float = Field(1.0, gt=0, description="between two renewals of the leases in flight")
+    result_expires_s: float = Field(
+        86_400.0, ge=0, description="lifetime of Celery's own results in Redis; 0 keeps them"
+    )
+    shutdown_grace_s: float = Field(
+        30.0, ge=0, description="a warm shutdown lets running jobs finish for so long and hands the rest back"
+    )
+    newer_payload_delay_s: float = Field(
+        5.0, ge=0, description="how long a job with a newer payload version is held before it is handed back"
+    )
+    restart_backoff_s: float = Field(
+        1.0, gt=0, description="first pause before a dead worker process is restarted"
+    )
+    restart_backoff_max_s: float = Field(60.0, gt=0, description="longest such pause")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="verbosity of the worker's log"
+    )
+
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="the engine's own settings")
+
+    @field_validator("broker_url", "result_backend_url")
+    @classmethod
+    def _redis_url(cls, value: str | None) -> str | None:
+        schemes = ("redis", "rediss", "redis+socket", "sentinel")
+        if value is not None and urlsplit(value).scheme not in schemes:
+            raise ValueError("must be a Redis URL such as redis://127.0.0.1:6379/0")
+        return value
+
+    @field_validator("database_url")
+    @classmethod
+    def _database_url(cls, value: str) -> str:
+        if "://" not in value:
+            raise ValueError(
+                "must be a database URL such as sqlite:///tokenmill.db or postgresql+psycopg://user@host/db"
+            )
+        return value
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _comma_list(cls, value: Any) -> Any:
+        return (
+            tuple(name.strip() for name in value.split(",") if name.strip())
+            if isinstance(value, str)
+            else value
+        )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.dead_after_s < 3 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"dead_after_s ({self.dead_after_s:g}) must be at least three times heartbeat_interval_s "
+                f"({self.heartbeat_interval_s:g}), or a live worker looks dead"
+            )
+        if self.visibility_timeout_s < 2 * self.lease_interval_s:
+            raise ValueError(
+                f"visibility_timeout_s ({self.visibility_timeout_s:g}) must be at least twice lease_interval_s "
+                f"({self.lease_interval_s:g}), or live jobs are delivered again"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (
+            init_settings,
+            env_settings,
+            _FlatEngineEnv(settings_cls, os.environ),
+            _TomlFile(settings_cls, os.environ),
+        )
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, redact_url(value) if name and name.endswith("_url") and value else value
+
+    @property
+    def celery_result_backend_url(self) -> str:
+        """Where Celery's own results go."""
+        return self.result_backend_url or self.broker_url
+
+    @property
+    def accepted_models(self) -> tuple[str, ...]:
+        """Names a payload may ask for, the served one first."""
+        return (self.model, *(name for name in self.models if name != self.model))
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The engine's configuration; its model is the served one unless ``engine.model`` says where that lies."""
+        if "model" in self.engine.model_fields_set:
+            return self.engine
+        return self.engine.model_copy(update={"model": self.model})
+
+    def headroom(self, slots: int) -> int:
+        """Deliveries to hold beyond ``slots`` running ones, so that a slot never waits for a commit."""
+        return max(8, slots // 4) if self.prefetch_headroom is None else self.prefetch_headroom
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Read and validate the settings; ``overrides`` win over the environment and the file.
+
+    Raises:
+        ConfigurationError: names the setting, how it is spelt in the environment, and the fix.
+    """
+    try:
+        return Settings(**overrides)
+    except ValidationError as exc:
+        raise _configuration_error(exc) from None
+    except SettingsError as exc:
+        raise ConfigurationError(f"bad settings: {exc}. Correct the environment variable") from None
+
+
+def _configuration_error(exc: ValidationError) -> ConfigurationError:
+    problems = []
+    for error in exc.errors(include_url=False, include_input=False):
+        path = [str(part) for part in error["loc"]]
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "extra_forbidden":
+            message = "is not a setting; correct its spelling or remove it"
+        if not path:
+            problems.append(message)
+            continue
+        variable = ENV_PREFIX + "_".join(path).upper()
+        problems.append(f"{'.'.join(path)} ({variable}): {message}")
+    return ConfigurationError("bad settings: " + "; ".join(problems))
