@@ -1,0 +1,251 @@
+"""Lines of a bulk file: read as a stream, checked one by one, each complaint with its line number.
+
+A line is a JSON object: ``custom_id``, exactly one of ``prompt``, ``messages`` and ``token_ids``, and any
+field of the payload. Other keys are carried through to the output, except those like a misspelt field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from backend.api import RequestError, check_text
+from workers.payload import BULK_PRIORITY, GeneratePayload
+
+OUTPUT_FIELDS = (
+    "custom_id",
+    "job_id",
+    "model",
+    "text",
+    "finish_reason",
+    "stop_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "seed",
+    "queue_time_s",
+    "time_to_first_token_s",
+    "latency_s",
+    "token_ids",
+    "logprobs",
+)
+_FIELDS = frozenset(GeneratePayload.model_fields)
+_MISSPELT = 0.8  # difflib's ratio from which a key counts as a misspelt field
+SHOWN_ERRORS = 20
+MAX_LINE_BYTES = 64 * 1024 * 1024  # a file without line breaks must not fill the memory
+
+
+class BulkInputError(RequestError):
+    """One or more lines of a bulk file cannot be run; nothing has been started."""
+
+    code = "bulk_input"
+
+    def __init__(self, source: str, errors: list[LineError], total: int) -> None:
+        self.errors = errors
+        shown = [f"  {source}:{error.line}: {error.message}" for error in errors]
+        if total > len(errors):
+            shown.append(f"  … and {total - len(errors):,} more")
+        count = "1 bad line" if total == 1 else f"{total:,} bad lines"
+        super().__init__(f"{count}, nothing was started:\n" + "\n".join(shown))
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """What is wrong with one line. ``line`` counts from 1."""
+
+    line: int
+    message: str
+    code: str = "invalid_request"
+    custom_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BulkLine:
+    """One line that can be run. ``line`` counts from 1 and becomes the job's position in its batch."""
+
+    line: int
+    payload: GeneratePayload
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def custom_id(self) -> str:
+        """The line's own id, unique in its file."""
+        assert self.payload.custom_id is not None
+        return self.payload.custom_id
+
+
+@dataclass(frozen=True, slots=True)
+class LineOptions:
+    """How lines are read. ``defaults`` fill payload fields that a line leaves out.
+
+    ``chat`` turns a ``prompt`` into one user message, so that the model's chat template is applied; without
+    it a prompt is text to be continued.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool = True
+    strict: bool = False
+    limit: int | None = None
+    check: Callable[[GeneratePayload], None] | None = None  # further limits; raises RequestError
+
+
+@dataclass(slots=True)
+class Validated:
+    """What a first pass over the file found."""
+
+    lines: int = 0
+    extra_keys: set[str] = field(default_factory=set)
+    errors: list[LineError] = field(default_factory=list)
+    num_errors: int = 0
+
+
+def read_lines(file: IO[bytes], options: LineOptions, *, after: int = 0) -> Iterator[BulkLine | LineError]:
+    """Every line that is not blank, in order, one at a time; lines up to number ``after`` are passed over."""
+    taken = 0
+    number = 0
+    while options.limit is None or taken < options.limit:
+        raw = file.readline(MAX_LINE_BYTES)
+        if not raw:
+            return
+        number += 1
+        too_long = len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n")
+        if too_long:
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+        if not raw.strip():
+            continue
+        taken += 1
+        if number <= after:
+            continue
+        if too_long:
+            yield LineError(
+                number, f"is longer than {MAX_LINE_BYTES:,} bytes. One line is one job", "malformed_json"
+            )
+        else:
+            yield parse_line(number, raw, options)
+
+
+def parse_line(number: int, raw: bytes, options: LineOptions) -> BulkLine | LineError:
+    """One line, checked: UTF-8, JSON, keys, and the payload with the defaults filled in."""
+    try:
+        text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        data = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constants)
+    except RecursionError:
+        return LineError(number, "is nested too deeply. Flatten it", "malformed_json")
+    except UnicodeDecodeError as error:
+        return LineError(number, f"is not UTF-8 at byte {error.start}. Re-encode the file", "malformed_json")
+    except ValueError as error:
+        return LineError(number, f"is not valid JSON: {error}", "malformed_json")
+    if not isinstance(data, dict):
+        return LineError(number, f"must be a JSON object, not {type(data).__name__}", "malformed_json")
+    custom_id = data.get("custom_id")
+    named = custom_id if isinstance(custom_id, str) else None
+    try:
+        if custom_id is None:
+            raise RequestError(
+                "required field is missing", field="custom_id", fix="Add an id unique in the file"
+            )
+        extra = {key: value for key, value in data.items() if key not in _FIELDS}
+        for key, value in extra.items():
+            _check_extra(key, value, strict=options.strict)
+        fields = dict(options.defaults) | {key: value for key, value in data.items() if key in _FIELDS}
+        payload = GeneratePayload.parse(
+            {"priority": BULK_PRIORITY} | (as_chat(fields) if options.chat else fields)
+        )
+        if options.check is not None:
+            options.check(payload)
+    except RequestError as error:
+        return LineError(number, str(error), error.code, named)
+    return BulkLine(number, payload, extra)
+
+
+def as_chat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with a lone ``prompt`` turned into one user message; anything else is left as it is."""
+    changed = dict(fields)
+    prompt = changed.get("prompt")
+    if isinstance(prompt, str) and prompt and not {"messages", "token_ids"} & changed.keys():
+        check_text(prompt, "prompt")  # here, so that the complaint names the field that was given
+        del changed["prompt"]
+        changed["messages"] = [{"role": "user", "content": prompt}]
+    return changed
+
+
+def validate(file: IO[bytes], options: LineOptions, *, shown_errors: int = SHOWN_ERRORS) -> Validated:
+    """Check every line, and that no ``custom_id`` comes twice, in bounded memory however long the file is."""
+    found = Validated()
+    with closing(_SeenIds()) as seen:
+        for item in read_lines(file, options):
+            found.lines += 1
+            error = item if isinstance(item, LineError) else seen.add(item)
+            if error is not None:
+                found.num_errors += 1
+                if len(found.errors) < shown_errors:
+                    found.errors.append(error)
+            elif isinstance(item, BulkLine):
+                found.extra_keys.update(item.extra)
+    return found
+
+
+class _SeenIds:
+    """Which line had which ``custom_id``: a private temporary SQLite file, which spills to disk by itself."""
+
+    def __init__(self) -> None:
+        self._ids = sqlite3.connect("")
+        self._ids.execute(
+            "CREATE TABLE seen (custom_id TEXT PRIMARY KEY, line INTEGER NOT NULL) WITHOUT ROWID"
+        )
+
+    def add(self, item: BulkLine) -> LineError | None:
+        """Remember the line, or say which earlier line had its id."""
+        try:
+            self._ids.execute("INSERT INTO seen VALUES (?, ?)", (item.custom_id, item.line))
+        except sqlite3.IntegrityError:
+            select = "SELECT line FROM seen WHERE custom_id = ?"
+            (first,) = self._ids.execute(select, (item.custom_id,)).fetchone()
+            return LineError(
+                item.line,
+                f"custom_id: was used in line {first} (got {item.custom_id!r}). Make ids unique in the file",
+                "duplicate_custom_id",
+                item.custom_id,
+            )
+        return None
+
+    def close(self) -> None:
+        """Remove the temporary file."""
+        self._ids.close()
+
+
+def _check_extra(key: str, value: Any, *, strict: bool) -> None:
+    """Refuse a key that is not a field of the payload and must not be carried through."""
+    check_text(json.dumps([key, value], ensure_ascii=False), key)
+    if strict:
+        raise RequestError(
+            "unknown field", field=key, fix="Remove it, or run without --strict to carry it through"
+        )
+    if key in OUTPUT_FIELDS:
+        raise RequestError(
+            "is the name of a field that the output line gets",
+            field=key,
+            fix=f"Rename it, for example to input_{key}",
+        )
+    lowered = key.lower().replace("-", "_")
+    if close := difflib.get_close_matches(lowered, _FIELDS, n=1, cutoff=_MISSPELT):
+        raise RequestError("unknown field", field=key, fix=f"Did you mean {close[0]}? If not, rename it")
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} comes twice")
+    return made
+
+
+def _no_constants(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
