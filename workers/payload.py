@@ -4,8 +4,8 @@ The payload is flat, versioned JSON, so that any language can enqueue a job::
 
     {"version": 1, "model": "smollm2", "prompt": "Once upon a time", "max_tokens": 64}
 
-sent as ``args=[payload], kwargs={}`` to the queue ``queue_for(model)``. Nothing in here imports torch or Celery: a
-message is built, stored and published as plain data.
+sent as ``args=[payload], kwargs={}`` to the queue ``queue_for(model)``. Nothing in here imports torch or
+Celery: a message is built, stored and published as plain data.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NewerPayloadError(TokenmillError):
 class GeneratePayload(SamplingParams):
     """What a job asks for: the model, exactly one of three prompt forms, and how to sample."""
 
-    version: Literal[1] = PAYLOAD_VERSION
+    version: Literal[1] = 1
     model: str = Field(min_length=1, max_length=255)
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
@@ -184,16 +184,17 @@ def seed_of(job_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 
-# ------------------------------------------------------------------------------------------------------ messages
+# -------------------------------------------------------------------------------------------------- messages
 
 
 def queue_for(model: str) -> str:
-    """The queue of a model: ``tokenmill.`` and its name in lower case, other characters than ``a-z0-9._-`` as ``-``.
+    """The queue of a model: ``tokenmill.`` and its name.
 
-    Names that differ only in what is lost get a short digest, so that two models never share a queue.
+    A name with other characters than ``a-z0-9._-``, or a long one, is simplified and gets a short digest, so
+    that two models never share a queue.
     """
     slug = _NOT_SLUG.sub("-", model.lower()).strip("-")
-    if slug != model:
+    if slug != model or len(slug) > 80:
         slug = f"{slug[:80]}-{hashlib.sha256(model.encode()).hexdigest()[:6]}".lstrip("-")
     return QUEUE_PREFIX + slug
 
@@ -277,7 +278,7 @@ class RedisPipeline(Protocol):
 
 
 def publish(pipeline: RedisPipeline, messages: Iterable[Mapping[str, Any]]) -> None:
-    """Publish stored messages in order, in one round trip: ``publish(redis.Redis(…).pipeline(), messages)``."""
+    """Publish stored messages in order, in one round trip; ``pipeline`` is ``redis.Redis(…).pipeline()``."""
     for message in messages:
         key, data = wire(message)
         pipeline.lpush(key, data)

@@ -1,8 +1,8 @@
 """Every setting of a worker, a client and the command line: where it comes from, what it may be.
 
-A setting is read, first match wins, from a keyword override, from the environment (``TOKENMILL_…``), or from a TOML
-file named by ``TOKENMILL_CONFIG`` (else ``./tokenmill.toml`` where that exists). Nothing in here imports torch or
-Celery.
+A setting is read, first match wins, from a keyword override, from the environment (``TOKENMILL_…``), or
+from a TOML file named by ``TOKENMILL_CONFIG`` (else ``./tokenmill.toml`` where that exists). Nothing in here
+imports torch or Celery.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _URL_CREDENTIALS = re.compile(
 
 
 def redact_url(url: str) -> str:
-    """The URL with its password and any secret query value replaced by ``***``; a URL without them unchanged."""
+    """The URL with its password and any secret query value as ``***``; a URL without them unchanged."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -58,12 +58,12 @@ def redact_url(url: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Any text with the passwords of the URLs inside it replaced by ``***``; for errors of other libraries."""
+    """Any text with the passwords of the URLs inside it as ``***``; for errors of other libraries."""
     return _URL_CREDENTIALS.sub(rf"\g<scheme>\g<user>:{_HIDDEN}@", text)
 
 
 class _FlatEngineEnv(PydanticBaseSettingsSource):
-    """Reads ``TOKENMILL_ENGINE_MAX_NUM_SEQS`` beside the nested spelling ``TOKENMILL_ENGINE__MAX_NUM_SEQS``."""
+    """Reads ``TOKENMILL_ENGINE_BLOCK_SIZE`` beside the nested spelling ``TOKENMILL_ENGINE__BLOCK_SIZE``."""
 
     def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
         super().__init__(settings_cls)
@@ -101,7 +101,7 @@ class _TomlFile(PydanticBaseSettingsSource):
             return tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as exc:
             raise ConfigurationError(
-                f"{CONFIG_VARIABLE}: cannot read {path} ({exc.strerror}). Correct the path or unset the variable"
+                f"{CONFIG_VARIABLE}: cannot read {path} ({exc.strerror}). Correct the path or unset it"
             ) from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
             raise ConfigurationError(f"{path} is not valid TOML: {exc}. Correct that line") from exc
@@ -161,9 +161,9 @@ class Settings(BaseSettings):
     visibility_timeout_s: float = Field(
         8.0,
         ge=2,
-        description="a delivery whose lease was not renewed for so long is delivered again. Leases of everything in "
-        "flight are renewed each second, so this bounds recovery after a kill, not the length of a job; keep it "
-        "above dead_after_s, or the new delivery waits for the death to be certain",
+        description="a delivery whose lease was not renewed for so long is delivered again. The leases of "
+        "all that is in flight are renewed each second, so this bounds recovery after a kill and not the length "
+        "of a job; keep it above dead_after_s, or the new delivery waits until the death is certain",
     )
     lease_interval_s: float = Field(1.0, gt=0, description="between two renewals of the leases in flight")
     result_expires_s: float = Field(
@@ -220,8 +220,8 @@ class Settings(BaseSettings):
             )
         if self.visibility_timeout_s < 2 * self.lease_interval_s:
             raise ValueError(
-                f"visibility_timeout_s ({self.visibility_timeout_s:g}) must be at least twice lease_interval_s "
-                f"({self.lease_interval_s:g}), or live jobs are delivered again"
+                f"visibility_timeout_s ({self.visibility_timeout_s:g}) must be at least twice "
+                f"lease_interval_s ({self.lease_interval_s:g}), or live jobs are delivered again"
             )
         return self
 
@@ -257,7 +257,7 @@ class Settings(BaseSettings):
 
     @property
     def engine_config(self) -> EngineConfig:
-        """The engine's configuration; its model is the served one unless ``engine.model`` says where that lies."""
+        """The engine's configuration, for the served model unless ``engine.model`` says where that lies."""
         if "model" in self.engine.model_fields_set:
             return self.engine
         return self.engine.model_copy(update={"model": self.model})

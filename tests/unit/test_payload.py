@@ -1,0 +1,215 @@
+"""The payload: what is accepted, what is refused and how, and the message that carries it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.api import GenerationRequest, RequestError, SamplingParams, UnknownModelError
+from workers.payload import (
+    PAYLOAD_VERSION,
+    GeneratePayload,
+    NewerPayloadError,
+    build_message,
+    publish,
+    queue_for,
+    queue_key,
+    seed_of,
+    wire,
+)
+from workers.settings import load_settings
+
+
+def payload(**fields: Any) -> GeneratePayload:
+    return GeneratePayload.parse({"model": "smollm2", "prompt": "hello"} | fields)
+
+
+def test_a_minimal_payload_has_every_default() -> None:
+    made = payload()
+    assert made.version == PAYLOAD_VERSION
+    assert made.priority == 3
+    assert made.sampling() == SamplingParams()
+    assert made.to_dict() == {"version": 1, "model": "smollm2", "prompt": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"token_ids": [1]}, "prompt"),
+        ({"prompt": "a\x00b"}, "prompt"),
+        ({"prompt": "a\ud800b"}, "prompt"),
+        ({"model": ""}, "model"),
+        ({"priority": 10}, "priority"),
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"custom_id": "x" * 300}, "custom_id"),
+        ({"tenant": "a\x00"}, "tenant"),
+        ({"promt": "hello"}, "promt"),
+        ({"version": 0}, "version"),
+        ({"version": "1"}, "version"),
+        ({"prompt": None, "token_ids": [-1]}, "token_ids.0"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "a\x00"}]}, "messages.content"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        payload(**fields)
+    assert caught.value.field == named
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("data", [None, [], "text", 3])
+def test_what_is_no_object_is_refused(data: object) -> None:
+    with pytest.raises(RequestError, match="payload: must be a JSON object"):
+        GeneratePayload.parse(data)
+
+
+def test_a_newer_version_is_told_apart_even_with_fields_unknown_here() -> None:
+    with pytest.raises(NewerPayloadError, match="version 2 is newer than 1"):
+        GeneratePayload.parse({"version": 2, "model": "m", "brand_new": True})
+
+
+def test_an_error_never_shows_a_whole_prompt() -> None:
+    with pytest.raises(RequestError) as caught:
+        payload(prompt="secret " * 200 + "\x00")
+    assert len(str(caught.value)) < 300
+
+
+def test_limits_of_the_settings() -> None:
+    settings = load_settings(model="smollm2", models=("other",), max_prompt_chars=10)
+    payload(model="other").check_limits(settings)
+    with pytest.raises(UnknownModelError, match="Use one of: smollm2, other"):
+        payload(model="gone").check_limits(settings)
+    with pytest.raises(RequestError, match=r"max_prompt_chars \(10\)"):
+        payload(prompt="x" * 11).check_limits(settings)
+
+
+def test_the_request_is_valid_and_complete() -> None:
+    made = payload(
+        temperature=0.5, stop=["a", "b"], logit_bias={"5": 1.5}, priority=0, deadline_s=9, stream=True
+    )
+    request = made.to_request("job-1")
+    assert GenerationRequest.model_validate(request.model_dump()) == request
+    assert request.request_id == "job-1"
+    assert request.sampling.stop == ("a", "b")
+    assert request.sampling.logit_bias == {5: 1.5}
+    assert (request.priority, request.deadline_s, request.stream) == (0, 9.0, True)
+
+
+def test_every_attempt_at_a_job_draws_from_the_same_seed() -> None:
+    made = payload(temperature=1.0)
+    assert made.to_request("a").sampling.seed == made.to_request("a").sampling.seed == seed_of("a")
+    assert made.to_request("a").sampling.seed != made.to_request("b").sampling.seed
+    assert payload(temperature=1.0, seed=5).to_request("a").sampling.seed == 5
+    assert payload().to_request("a").sampling.seed is None
+
+
+def test_job_columns() -> None:
+    made = payload(temperature=0.25, seed=7, logit_bias={3: 1.0}, stop="x", priority=1)
+    assert made.params() == {"temperature": 0.25, "seed": 7, "logit_bias": {"3": 1.0}, "stop": ["x"]}
+    assert made.prompt_json() == {"prompt": "hello"}
+    chat = payload(prompt=None, messages=[{"role": "user", "content": "hi"}])
+    assert chat.prompt_json() == {"messages": [{"role": "user", "content": "hi"}]}
+    json.dumps([made.params(), chat.prompt_json()])
+
+
+@given(
+    prompt=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), min_size=1),
+    priority=st.integers(0, 9),
+    temperature=st.floats(0, 2),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    bias=st.dictionaries(st.integers(0, 9999), st.floats(-100, 100), max_size=4),
+)
+def test_wire_form_round_trips(
+    prompt: str, priority: int, temperature: float, seed: int | None, bias: dict[int, float]
+) -> None:
+    made = payload(prompt=prompt, priority=priority, temperature=temperature, seed=seed, logit_bias=bias)
+    assert GeneratePayload.parse(json.loads(json.dumps(made.to_dict()))) == made
+
+
+def test_digest_ignores_spelling_and_sees_content() -> None:
+    assert payload(max_tokens=256).digest() == payload().digest()
+    assert payload(stop="x").digest() == payload(stop=["x"]).digest()
+    assert payload(prompt="hullo").digest() != payload().digest()
+
+
+def test_queue_names_are_plain_and_distinct() -> None:
+    assert queue_for("smollm2") == "tokenmill.smollm2"
+    names = ["a/b", "a-b", "A-b", "a b", "/", "ÄÖ", "a" * 300]
+    queues = {queue_for(name) for name in names}
+    assert len(queues) == len(names)
+    assert all(queue.startswith("tokenmill.") and queue.isascii() and len(queue) < 120 for queue in queues)
+
+
+def test_priorities_go_to_the_lists_of_the_redis_transport() -> None:
+    from kombu.transport.redis import PRIORITY_STEPS, Channel
+
+    class Names(Channel):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+    channel = Names()
+    assert [queue_key("q", p) for p in range(10)] == [
+        channel._q_for_pri("q", channel.priority(p)) for p in range(10)
+    ]
+    assert PRIORITY_STEPS == [0, 3, 6, 9]
+
+
+def test_the_message_is_what_celery_itself_would_send() -> None:
+    from celery import Celery
+
+    app = Celery(set_as_current=False)
+    made = payload(prompt="a private prompt", priority=6)
+    message = build_message("job-1", made, load_settings())
+    reference = app.amqp.as_task_v2("job-1", "tokenmill.generate", args=[made.to_dict()], kwargs={})
+    assert set(message["headers"]) == set(reference.headers)
+    ours = json.loads(base64.b64decode(message["body"]))
+    assert ours == json.loads(json.dumps(reference.body))
+    assert message["properties"]["correlation_id"] == reference.properties["correlation_id"]
+    assert message["properties"]["priority"] == 6
+    assert "private" not in json.dumps({k: v for k, v in message.items() if k != "body"})
+
+
+def test_each_publication_has_its_own_tag_and_nothing_else_changes() -> None:
+    message = build_message("job-1", payload(priority=7), load_settings())
+    (key_a, one), (key_b, two) = wire(message), wire(message)
+    assert key_a == key_b == queue_key("tokenmill.smollm2", 6)
+    first, second = json.loads(one), json.loads(two)
+    tags = {m["properties"].pop("delivery_tag") for m in (first, second)}
+    assert len(tags) == 2
+    assert first == second
+
+
+def test_publish_keeps_the_order() -> None:
+    class Pipeline:
+        def __init__(self) -> None:
+            self.pushed: list[tuple[str, bytes]] = []
+            self.executed = 0
+
+        def lpush(self, name: str, *values: bytes) -> None:
+            self.pushed += [(name, value) for value in values]
+
+        def execute(self) -> None:
+            self.executed += 1
+
+    pipeline = Pipeline()
+    settings = load_settings()
+    publish(pipeline, [build_message(str(n), payload(), settings) for n in range(3)])
+    assert [json.loads(data)["headers"]["id"] for _, data in pipeline.pushed] == ["0", "1", "2"]
+    assert pipeline.executed == 1
+
+
+@pytest.mark.parametrize("job_id", ["", "x" * 156])
+def test_ids_that_the_job_table_cannot_hold_are_refused(job_id: str) -> None:
+    with pytest.raises(RequestError, match="job_id"):
+        build_message(job_id, payload(), load_settings())
