@@ -8,8 +8,6 @@ there is only ever one candidate; its log-probability is 0.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import secrets
 import threading
 import time
@@ -17,8 +15,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from backend.admission import Admission, Lifecycle, Row
 from backend.api import (
     MAX_SEED,
     BackendInfo,
@@ -30,7 +29,6 @@ from backend.api import (
     GenerationResult,
     Prompt,
     PromptTooLongError,
-    QueueFullError,
     RequestError,
     SamplingParams,
     TokenChunk,
@@ -71,22 +69,15 @@ def create_backend(config: EngineConfig) -> EchoBackend:
     return EchoBackend(config)
 
 
-@dataclass(eq=False, slots=True)
-class _Row:
+@dataclass(eq=False, slots=True, kw_only=True)
+class _EchoRow(Row):
     """One request on its way: what it repeats, what it has said, what a stop string may still undo."""
 
-    handle: GenerationHandle
     pieces: list[str]  # text of each token of the cycle, without separator
     ids: list[int]
     prompt_tokens: int
     limit: int  # new tokens at most, the context limit included
     seed: int
-    submitted: float
-    deadline: float | None
-    started: float | None = None
-    first_token: float | None = None
-    done: bool = False
-    cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     held: str = ""  # the end of the text, which may be the beginning of a stop string
@@ -173,18 +164,10 @@ class EchoBackend:
         self._before_step = before_step
         self._model_len = config.max_model_len or DEFAULT_MODEL_LEN
         self._changed = threading.Condition()  # guards everything below
-        self._order = itertools.count()
-        self._waiting: list[tuple[int, int, _Row]] = []  # heap: priority, then arrival; may hold ended rows
-        self._deadlines: list[tuple[float, int, _Row]] = []  # heap; may hold ended rows
-        self._cancels: deque[_Row] = deque()
-        self._running: list[_Row] = []
-        self._num_waiting = 0
+        self._rows: Admission[_EchoRow] = Admission(slots=config.max_num_seqs, max_waiting=config.max_waiting)
+        self._life = Lifecycle(self.name)
         self._thread: threading.Thread | None = None
         self._started_at: float | None = None
-        self._stop_at: float | None = None  # set by shutdown: when running rows are cut short
-        self._closed = "has not been started"
-        self._dead: EngineDeadError | None = None
-        self._death_callbacks: list[Callable[[EngineDeadError], None]] = []
         self._steps = self._prompt_tokens = self._generated = self._finished = self._failed = 0
         self._busy_s = 0.0
 
@@ -196,7 +179,7 @@ class EchoBackend:
             if self._thread is not None:
                 return
             self._started_at = self._clock.now()
-            self._closed = ""
+            self._life.open()
             self._thread = threading.Thread(target=self._run, name="echo-backend", daemon=True)
             self._thread.start()
 
@@ -218,33 +201,19 @@ class EchoBackend:
         pieces, ids, prompt_tokens = _words(request.prompt)
         _check(request.sampling, prompt_tokens, self._model_len)
         with self._changed:
-            if self._dead is not None:
-                raise EngineDeadError(str(self._dead)) from self._dead
-            if self._closed:
-                raise EngineDeadError(f"the echo backend {self._closed}")
-            if self._num_waiting >= self._config.max_waiting:
-                raise QueueFullError(
-                    f"{self._num_waiting} requests wait already",
-                    fix="Submit again later, or raise max_waiting",
-                )
-            now = self._clock.now()
+            self._life.check_open()
             handle = GenerationHandle(request, lambda: self._cancel(row))
             seed = request.sampling.seed
-            row = _Row(
+            row = _EchoRow(
                 handle=handle,
+                submitted=self._clock.now(),
                 pieces=pieces,
                 ids=ids,
                 prompt_tokens=prompt_tokens,
                 limit=min(request.sampling.max_tokens, self._model_len - prompt_tokens),
                 seed=self._draw_seed() if seed is None else seed,
-                submitted=now,
-                deadline=None if request.deadline_s is None else now + request.deadline_s,
             )
-            number = next(self._order)
-            heapq.heappush(self._waiting, (request.priority, number, row))
-            self._num_waiting += 1
-            if row.deadline is not None:
-                heapq.heappush(self._deadlines, (row.deadline, number, row))
+            self._rows.add(row)
             self._changed.notify()
         return handle
 
@@ -252,8 +221,8 @@ class EchoBackend:
         """Counters and gauges of this moment."""
         with self._changed:
             return BackendStats(
-                running=len(self._running),
-                waiting=self._num_waiting,
+                running=len(self._rows.running),
+                waiting=self._rows.num_waiting,
                 steps=self._steps,
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated,
@@ -266,31 +235,26 @@ class EchoBackend:
     def add_death_callback(self, callback: Callable[[EngineDeadError], None]) -> None:
         """Call ``callback`` once on a fault, or at once when that has happened."""
         with self._changed:
-            dead = self._dead
-            if dead is None:
-                self._death_callbacks.append(callback)
+            dead = self._life.on_death(callback)
         if dead is not None:
             callback(dead)
 
     def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
         """Stop; with ``drain`` running rows may finish within ``timeout_s``, all others end as cancelled."""
         with self._changed:
-            if not self._dead:
-                self._closed = "has been shut down"
             now = self._clock.now()
-            stop_at = float("inf") if drain and timeout_s is None else now + (timeout_s or 0.0) * drain
-            self._stop_at = stop_at if self._stop_at is None else min(self._stop_at, stop_at)
+            self._life.close(
+                float("inf") if drain and timeout_s is None else now + (timeout_s or 0.0) * drain
+            )
             thread = self._thread
             self._changed.notify()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _cancel(self, row: _Row) -> None:
+    def _cancel(self, row: _EchoRow) -> None:
         with self._changed:
-            if not row.done:
-                row.cancelled = True
-                self._cancels.append(row)
-                self._changed.notify()
+            self._rows.cancel(row)
+            self._changed.notify()
 
     # -------------------------------------------------------------------------------- the thread's own
 
@@ -305,10 +269,10 @@ class EchoBackend:
         """Do what is due, or wait until something is; false when everything has ended after a shutdown."""
         with self._changed:
             now = self._clock.now()
-            early = self._end_early(now)
-            self._admit(now)
-            rows = [row for row in self._running if self._due(row, now) > 0]
-            over = self._stop_at is not None and not self._running
+            early = self._rows.end_early(now, self._life.stop_at)
+            self._prompt_tokens += sum(row.prompt_tokens for row in self._rows.admit(now))
+            rows = [row for row in self._rows.running if self._due(row, now) > 0]
+            over = self._life.stop_at is not None and not self._rows.running
             if not (early or rows or over):
                 self._clock.wait(self._changed, self._pause(now))
                 return True
@@ -317,45 +281,7 @@ class EchoBackend:
             self._step(rows, now)
         return not over
 
-    def _end_early(self, now: float) -> list[tuple[_Row, FinishReason]]:
-        ended: list[tuple[_Row, FinishReason]] = []
-
-        def end(row: _Row, reason: FinishReason) -> None:
-            if row.done:
-                return
-            row.done = True
-            if row.started is None:
-                self._num_waiting -= 1
-            else:
-                self._running.remove(row)
-            ended.append((row, reason))
-
-        while self._cancels:
-            end(self._cancels.popleft(), FinishReason.CANCELLED)
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
-            end(heapq.heappop(self._deadlines)[2], FinishReason.DEADLINE)
-        if self._stop_at is not None:
-            for _, _, row in self._waiting:
-                end(row, FinishReason.CANCELLED)
-            if now >= self._stop_at:
-                for row in list(self._running):
-                    end(row, FinishReason.CANCELLED)
-        live = self._num_waiting + len(self._running)
-        self._waiting = _without_ended(self._waiting, live)
-        self._deadlines = _without_ended(self._deadlines, live)
-        return ended
-
-    def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._config.max_num_seqs:
-            row = heapq.heappop(self._waiting)[2]
-            if row.done:
-                continue
-            row.started = now
-            self._num_waiting -= 1
-            self._running.append(row)
-            self._prompt_tokens += row.prompt_tokens
-
-    def _due(self, row: _Row, now: float) -> int:
+    def _due(self, row: _EchoRow, now: float) -> int:
         """How many tokens the row may gain now."""
         rate = self._config.echo_tokens_per_s
         left = row.limit - len(row.tokens)
@@ -366,19 +292,19 @@ class EchoBackend:
 
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; none when only a call can change things."""
-        moments = [self._deadlines[0][0]] if self._deadlines else []
-        if self._stop_at is not None:
-            moments.append(self._stop_at)
+        moments = [self._rows.next_deadline()]
+        if self._life.stop_at is not None:
+            moments.append(self._life.stop_at)
         if rate := self._config.echo_tokens_per_s:
-            moments += [(row.started or 0.0) + (len(row.tokens) + 1) / rate for row in self._running]
-        soonest = min(moments, default=float("inf"))
+            moments += [(row.started or 0.0) + (len(row.tokens) + 1) / rate for row in self._rows.running]
+        soonest = min(moments)
         return None if soonest == float("inf") else max(soonest - now, _TICK_S)
 
-    def _step(self, rows: list[_Row], now: float) -> None:
+    def _step(self, rows: list[_EchoRow], now: float) -> None:
         if self._before_step is not None:
             self._before_step([row.handle.request for row in rows])
         began = self._clock.now()
-        complete: list[tuple[_Row, FinishReason]] = []
+        complete: list[tuple[_EchoRow, FinishReason]] = []
         generated = 0
         for row in rows:
             for _ in range(self._due(row, now)):
@@ -396,11 +322,10 @@ class EchoBackend:
             self._generated += generated
             self._busy_s += self._clock.now() - began
             for row, _ in complete:
-                row.done = True
-                self._running.remove(row)
+                self._rows.finish(row)
         self._deliver(complete, self._clock.now())
 
-    def _deliver(self, ended: list[tuple[_Row, FinishReason]], now: float) -> None:
+    def _deliver(self, ended: list[tuple[_EchoRow, FinishReason]], now: float) -> None:
         """Tell the callers, without the lock: their done-callbacks may call this backend."""
         with self._changed:
             self._finished += len(ended)
@@ -410,19 +335,13 @@ class EchoBackend:
             row.handle.finish(row.result(reason, now))
 
     def _die(self, cause: BaseException) -> None:
-        error = EngineDeadError(f"the echo backend died of {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
         with self._changed:
-            self._dead = error
-            lost = [*self._running, *(row for _, _, row in self._waiting if not row.done)]
-            self._running, self._waiting, self._deadlines, self._num_waiting = [], [], [], 0
+            error = self._life.die(cause)
+            lost = self._rows.abandon()
             self._failed += len(lost)
-            callbacks, self._death_callbacks = self._death_callbacks, []
         for row in lost:
-            row.done = True
             row.handle.fail(error)
-        for callback in callbacks:
-            callback(error)
+        self._life.tell_death()
 
 
 def _words(prompt: Prompt) -> tuple[list[str], list[int], int]:
@@ -466,15 +385,3 @@ def _check(sampling: SamplingParams, prompt_tokens: int, model_len: int) -> None
                     value=token,
                     fix=f"Use ids below {VOCAB_SIZE}",
                 )
-
-
-_Entry = TypeVar("_Entry", tuple[int, int, _Row], tuple[float, int, _Row])
-
-
-def _without_ended(heap: list[_Entry], live: int) -> list[_Entry]:
-    """The heap, rebuilt once most of it has ended, so that neither memory nor a push grows without bound."""
-    if len(heap) <= 2 * live + 64:
-        return heap
-    kept = [entry for entry in heap if not entry[2].done]
-    heapq.heapify(kept)
-    return kept
