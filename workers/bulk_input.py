@@ -80,6 +80,15 @@ class BulkLine:
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedLine:
+    """What an output line takes over from its input line."""
+
+    line: int
+    custom_id: str | None
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class LineOptions:
     """How lines are read. ``defaults`` fill payload fields that a line leaves out.
 
@@ -189,6 +198,20 @@ def validate(file: IO[bytes], options: LineOptions, *, shown_errors: int = SHOWN
             elif isinstance(item, BulkLine):
                 found.extra_keys.update(item.extra)
     return found
+
+
+def read_carried(file: IO[bytes]) -> Iterator[CarriedLine]:
+    """The ids and other keys of a file that was validated before; lines gone bad since are left out."""
+    number = 0
+    while raw := file.readline(MAX_LINE_BYTES):
+        number += 1
+        try:
+            data = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(data, dict):
+            extra = {key: value for key, value in data.items() if key not in _FIELDS}
+            yield CarriedLine(number, data.get("custom_id"), extra)
 
 
 class _SeenIds:

@@ -1,0 +1,78 @@
+"""A plain connection to the Redis that carries the deliveries, for those who only publish or look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis
+
+from backend.api import ConfigurationError, TokenmillError
+from workers.payload import publish
+from workers.settings import redact_text, redact_url
+
+_TIMEOUT_S = 5.0
+
+
+class BrokerUnavailableError(TokenmillError):
+    """Redis does not answer or refuses the message."""
+
+    code = "broker_unavailable"
+
+    def __init__(self, url: str, cause: Exception) -> None:
+        super().__init__(
+            f"broker_url (TOKENMILL_BROKER_URL): Redis at {redact_url(url)} failed: "
+            f"{redact_text(str(cause)).rstrip('.')}. Start it (redis-server), or correct the URL"
+        )
+
+
+class Broker:
+    """Publishes messages. Safe to use from any thread; connects when first used.
+
+    Raises:
+        ConfigurationError: the URL is of a kind that only workers can use.
+    """
+
+    def __init__(self, url: str, *, connection: redis.Redis | None = None) -> None:
+        self._url = url
+        self._redis = connection or _connect(url)
+
+    def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Publish stored messages (``payload.build_message``) in order, in one round trip.
+
+        Raises:
+            BrokerUnavailableError: Redis did not take them; some may have arrived all the same.
+        """
+        try:
+            with self._redis.pipeline(transaction=False) as pipeline:
+                publish(pipeline, messages)
+        except (redis.RedisError, OSError) as error:
+            raise BrokerUnavailableError(self._url, error) from error
+
+    def info(self) -> dict[str, Any]:
+        """The server's ``INFO``, with its ``maxmemory-policy``.
+
+        Raises:
+            BrokerUnavailableError: Redis does not answer.
+        """
+        try:
+            return dict(self._redis.info())
+        except (redis.RedisError, OSError) as error:
+            raise BrokerUnavailableError(self._url, error) from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+
+def _connect(url: str) -> redis.Redis:
+    scheme = url.partition(":")[0]
+    if scheme == "sentinel":
+        raise ConfigurationError(
+            "broker_url (TOKENMILL_BROKER_URL): clients cannot publish through sentinel URLs. "
+            "Give them the master's redis:// URL"
+        )
+    if scheme == "redis+socket":
+        url = "unix" + url.removeprefix("redis+socket").replace("virtual_host=", "db=")
+    # Without time limits a lost network would hang the web request that submits.
+    return redis.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)

@@ -1,0 +1,154 @@
+"""A batch out of SQL into two files, in the order of its input: results, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from sqlalchemy import Connection
+
+from backend.api import ConfigurationError
+from models_db.batches import BatchRow, iter_batch_rows
+from models_db.tables import JobState
+from workers.bulk_input import CarriedLine, read_carried
+
+_ENDED_WITHOUT = {
+    JobState.QUEUED: ("not_finished", "the job is still queued"),
+    JobState.RUNNING: ("not_finished", "the job is still running"),
+    JobState.CANCELLED: ("cancelled", "the job was cancelled"),
+    JobState.EXPIRED: ("expired", "the job expired before it finished"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written. ``without_extra`` counts lines whose own keys could not be found again."""
+
+    results: int
+    errors: int
+    without_extra: int
+
+
+def errors_path_for(output: Path) -> Path:
+    """``out.jsonl`` → ``out.errors.jsonl``."""
+    return output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
+def check_output(output: Path, source: Path | None = None) -> None:
+    """Find out before the work whether the output can be written.
+
+    Raises:
+        ConfigurationError: its folder is missing or not writable, it is a folder, or it is the input itself.
+    """
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"--output: the folder {folder} does not exist. Make it: mkdir -p {folder}")
+    if output.is_dir():
+        raise ConfigurationError(f"--output: {output} is a folder. Name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise ConfigurationError(f"--output: the folder {folder} is not writable. Choose another one")
+    targets = (output.resolve(), errors_path_for(output).resolve())
+    if source is not None and source.resolve() in targets:
+        raise ConfigurationError(f"--output: {output} would overwrite the input. Choose another name")
+
+
+def export_batch(
+    connection: Connection, batch_id: str, output: Path, *, source: IO[bytes] | None = None
+) -> Exported:
+    """Write the batch's results to ``output`` and every other line to ``errors_path_for(output)``.
+
+    Both files appear whole or not at all, one after the other. Rows stream, so memory stays bounded.
+    ``source`` is the input file, from which keys that are no fields of ours are carried through.
+    """
+    carried = _Carried(read_carried(source)) if source is not None else None
+    counts = {True: 0, False: 0}
+    without_extra = 0
+    with ExitStack() as files:
+        results = files.enter_context(atomic_write(output))
+        errors = files.enter_context(atomic_write(errors_path_for(output)))
+        for row in iter_batch_rows(connection, batch_id):
+            extra = carried.extra_of(row) if carried is not None else None
+            without_extra += extra is None
+            succeeded = row.result is not None
+            line = result_line(row, extra or {}) if succeeded else error_line(row, extra or {})
+            (results if succeeded else errors).write(json.dumps(line, ensure_ascii=False) + "\n")
+            counts[succeeded] += 1
+    return Exported(counts[True], counts[False], without_extra)
+
+
+def result_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the output; what was not asked for (token ids, logprobs) or does not apply is left out."""
+    result = row.result
+    assert result is not None
+    optional = {
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "token_ids": result.token_ids,
+        "logprobs": result.logprobs,
+    }
+    first_token = result.time_to_first_token_s
+    return {
+        "custom_id": row.custom_id,
+        **extra,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "cached_tokens": result.cached_tokens,
+        "queue_time_s": round(result.queue_time_s, 6),
+        "time_to_first_token_s": None if first_token is None else round(first_token, 6),
+        "latency_s": round(result.latency_s, 6),
+        "model": row.model,
+        "job_id": row.job_id,
+    } | {name: value for name, value in optional.items() if value is not None}
+
+
+def error_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the errors file: which line it was, and what ended it."""
+    code, message = _ENDED_WITHOUT.get(row.state, ("failed", "the job failed"))
+    error = {"code": row.error_type or code, "message": row.error_message or message}
+    return {
+        "custom_id": row.custom_id,
+        **extra,
+        "line": row.position,
+        "state": str(row.state),
+        "error": error,
+        "model": row.model,
+        "job_id": row.job_id,
+    }
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[str]]:
+    """A text file that replaces ``path`` when the block ends well, and otherwise leaves no trace."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with draft.open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+class _Carried:
+    """Walks the input beside the rows: both are in the order of their line numbers."""
+
+    def __init__(self, lines: Iterator[CarriedLine]) -> None:
+        self._lines = lines
+        self._current = next(lines, None)
+
+    def extra_of(self, row: BatchRow) -> Mapping[str, Any] | None:
+        """The keys to carry through, or ``None`` when the input has no such line any more."""
+        while self._current is not None and self._current.line < row.position:
+            self._current = next(self._lines, None)
+        here = self._current
+        if here is None or here.line != row.position or here.custom_id != row.custom_id:
+            return None
+        return here.extra

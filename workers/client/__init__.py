@@ -1,0 +1,31 @@
+"""Submit jobs and read their results, from a web app or a script. Imports neither torch nor Celery.
+
+Example::
+
+    from workers.client import Client
+
+    with Client() as client:  # settings from the environment, see workers.settings
+        job = client.submit("Once upon a time", max_tokens=64)
+        print(job.wait(timeout_s=60).text)
+
+``submit`` commits the row of a job with its whole message and then publishes it, so an accepted job is never
+lost: when Redis is away, the row stays and the id is returned all the same. With ``database_url=None`` a
+client has Redis alone: it can submit, and the worker writes the row, but status, result, cancel and
+idempotency keys are refused, and what Redis loses before a worker has it is lost.
+"""
+
+from workers.client.aio import AsyncClient, AsyncJobHandle
+from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
+from workers.client.sync import Client, JobHandle, Submission
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJobHandle",
+    "Client",
+    "JobFailedError",
+    "JobHandle",
+    "JobNotFinishedError",
+    "NoDatabaseError",
+    "Submission",
+    "WaitTimeoutError",
+]

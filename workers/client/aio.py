@@ -1,0 +1,126 @@
+"""``AsyncClient``: the client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from models_db.jobs import JobStatus, StoredResult
+from models_db.tables import JobState
+from workers.client.errors import JobNotFinishedError, WaitTimeoutError
+from workers.client.sync import Client, pauses
+from workers.settings import Settings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncJobHandle:
+    """A job that was accepted; as ``JobHandle``, with ``async`` methods."""
+
+    id: str
+    created: bool
+    published: bool
+    client: AsyncClient = field(repr=False, compare=False)
+
+    async def wait(self, timeout_s: float | None = None) -> StoredResult:
+        """See ``AsyncClient.wait``."""
+        return await self.client.wait(self.id, timeout_s)
+
+    async def status(self) -> JobStatus:
+        """See ``Client.status``."""
+        return await self.client.status(self.id)
+
+    async def cancel(self) -> JobState:
+        """See ``Client.cancel``."""
+        return await self.client.cancel(self.id)
+
+
+class AsyncClient:
+    """``Client`` for asyncio: the same methods, each call in a small pool of threads of its own.
+
+    Waiting costs no thread: between two looks at SQL the coroutine sleeps. Takes ``Client``'s arguments.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        broker_url: str | None = None,
+        database_url: str | None = "",
+        threads: int = 4,
+    ) -> None:
+        self.sync = Client(settings, broker_url=broker_url, database_url=database_url)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-client")
+
+    async def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str | None = None,
+        idempotency_key: str | None = None,
+        **params: Any,
+    ) -> AsyncJobHandle:
+        """See ``Client.submit``."""
+        handle = await self._run(
+            lambda: self.sync.submit(
+                prompt,
+                messages=messages,
+                token_ids=token_ids,
+                model=model,
+                idempotency_key=idempotency_key,
+                **params,
+            )
+        )
+        return AsyncJobHandle(handle.id, handle.created, handle.published, self)
+
+    async def submit_many(self, requests: Iterable[Mapping[str, Any]]) -> list[AsyncJobHandle]:
+        """See ``Client.submit_many``; the handles come as a list."""
+        handles = await self._run(lambda: list(self.sync.submit_many(requests)))
+        return [AsyncJobHandle(handle.id, handle.created, handle.published, self) for handle in handles]
+
+    async def status(self, job_id: str) -> JobStatus:
+        """See ``Client.status``."""
+        return await self._run(lambda: self.sync.status(job_id))
+
+    async def result(self, job_id: str) -> StoredResult:
+        """See ``Client.result``."""
+        return await self._run(lambda: self.sync.result(job_id))
+
+    async def cancel(self, job_id: str) -> JobState:
+        """See ``Client.cancel``."""
+        return await self._run(lambda: self.sync.cancel(job_id))
+
+    async def wait(self, job_id: str, timeout_s: float | None = None) -> StoredResult:
+        """See ``Client.wait``."""
+        for pause_s in pauses(timeout_s, job_id):
+            try:
+                return await self.result(job_id)
+            except JobNotFinishedError as error:
+                if pause_s is None:
+                    assert timeout_s is not None
+                    raise WaitTimeoutError(error.status, timeout_s) from None
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the pauses end with None")
+
+    async def close(self) -> None:
+        """Close the connections and the threads."""
+        await self._run(self.sync.close)
+        self._threads.shutdown(wait=False)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

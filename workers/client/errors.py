@@ -1,0 +1,59 @@
+"""What a client's calls raise, beside ``RequestError`` and the errors of the database."""
+
+from __future__ import annotations
+
+from backend.api import ConfigurationError, TokenmillError
+from models_db.jobs import JobStatus
+from models_db.tables import JobState
+
+_ENDINGS = {
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "was cancelled",
+    JobState.EXPIRED: "expired before it finished",
+}
+
+
+class NoDatabaseError(ConfigurationError):
+    """The client was made without a database and was asked for something that only SQL knows."""
+
+    code = "no_database"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} needs the database, and this client was made with database_url=None. "
+            "Give it database_url, or read Celery's own result with AsyncResult(job.id)"
+        )
+
+
+class JobFailedError(TokenmillError):
+    """The job ended without a result: it failed, was cancelled, or expired. ``status`` has the details."""
+
+    code = "job_failed"
+
+    def __init__(self, status: JobStatus) -> None:
+        self.status = status
+        cause = f": {status.error_type}: {status.error_message}" if status.error_type else ""
+        super().__init__(f"job {status.id} {_ENDINGS.get(status.state, status.state)}{cause}")
+
+
+class JobNotFinishedError(TokenmillError):
+    """The job is still queued or running, so it has no result yet."""
+
+    code = "job_not_finished"
+
+    def __init__(self, status: JobStatus) -> None:
+        self.status = status
+        super().__init__(f"job {status.id} is {status.state}. Use wait, or ask again later")
+
+
+class WaitTimeoutError(TokenmillError, TimeoutError):
+    """The time given to ``wait`` is over. The job goes on; wait again or cancel it."""
+
+    code = "wait_timeout"
+
+    def __init__(self, status: JobStatus, timeout_s: float) -> None:
+        self.status = status
+        super().__init__(
+            f"job {status.id} is still {status.state} after {timeout_s:g} s. "
+            "It goes on: wait again or cancel it"
+        )

@@ -1,0 +1,362 @@
+"""``Client``: the synchronous client."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from sqlalchemy import Connection, Engine
+
+from backend.api import MAX_SEED, ConfigurationError
+from models_db import jobs
+from models_db.errors import UnknownJobError
+from models_db.ids import uuid7
+from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
+from models_db.migrate import check_schema
+from models_db.session import make_engine, reading, transaction
+from models_db.tables import JobState
+from workers.broker import Broker, BrokerUnavailableError
+from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
+from workers.payload import GeneratePayload, build_message, queue_for
+from workers.settings import Settings, load_settings
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_CHUNK = 500  # rows a transaction and messages a round trip, for submit_many
+_FIRST_POLL_S = 0.01
+_LONGEST_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One request for ``submit_many``, with where it belongs."""
+
+    payload: GeneratePayload
+    batch_id: str | None = None
+    position: int | None = None
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobHandle:
+    """A job that was accepted. ``id`` is also its Celery task id.
+
+    ``created`` is false when the idempotency key belonged to an earlier job, which this then is.
+    ``published`` is false when Redis could not be reached, and the job waits in SQL to be published.
+    """
+
+    id: str
+    created: bool = True
+    published: bool = True
+    client: Client | None = field(default=None, repr=False, compare=False)
+
+    def wait(self, timeout_s: float | None = None) -> StoredResult:
+        """See ``Client.wait``."""
+        return self._owner().wait(self.id, timeout_s)
+
+    def status(self) -> JobStatus:
+        """See ``Client.status``."""
+        return self._owner().status(self.id)
+
+    def cancel(self) -> JobState:
+        """See ``Client.cancel``."""
+        return self._owner().cancel(self.id)
+
+    def _owner(self) -> Client:
+        if self.client is None:
+            raise ConfigurationError(f"this handle of job {self.id} has no client. Use client.wait(job.id)")
+        return self.client
+
+
+class Client:
+    """Submits jobs and reads them back. Safe to share between threads; make one per process.
+
+    Args:
+        settings: as ``workers.settings.load_settings()`` gives them, which is the default.
+        broker_url: overrides the setting.
+        database_url: overrides the setting; ``None`` means Redis only (see the package's text).
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        broker_url: str | None = None,
+        database_url: str | None = "",
+        broker: Broker | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        overrides = {"broker_url": broker_url, "database_url": database_url}
+        given = {name: value for name, value in overrides.items() if value}
+        if settings is None:
+            settings = load_settings(**given)
+        elif given:
+            settings = load_settings(**(settings.model_dump(exclude_unset=True) | given))
+        self.settings = settings
+        self._broker = broker or Broker(settings.broker_url)
+        self._engine: Engine | None = None
+        self._has_database = database_url is not None
+        self._opening = threading.Lock()
+        self._clock = clock
+        self._sleep = sleep
+
+    # ------------------------------------------------------------------------------------------------- submit
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str | None = None,
+        idempotency_key: str | None = None,
+        **params: Any,
+    ) -> JobHandle:
+        """Accept one job and publish it; returns as soon as it is accepted, without waiting for a worker.
+
+        Args:
+            prompt: text to continue. Give exactly one of prompt, messages and token_ids.
+            messages: chat turns ``{"role", "content"}``, rendered with the model's chat template.
+            token_ids: the prompt as token ids.
+            model: the served model; the settings' own when unset.
+            idempotency_key: the same key gives the same job, however often it is submitted.
+            params: any other field of the payload: ``max_tokens``, ``temperature``, ``priority``, … (see
+                ``workers.payload.GeneratePayload``).
+
+        Raises:
+            RequestError: the request is bad; nothing was stored.
+            IdempotencyConflictError: the key belongs to a job with another payload.
+            DatabaseUnavailableError, SchemaError: nothing was stored.
+            BrokerUnavailableError: only without a database; with one the job is kept and published later.
+        """
+        fields = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+        fields = {name: value for name, value in fields.items() if value is not None} | params
+        payload = self.payload(fields | ({"model": model} if model is not None else {}))
+        return self.submit_payloads([Submission(payload, idempotency_key=idempotency_key)])[0]
+
+    def submit_many(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[JobHandle]:
+        """Accept many jobs, some hundreds a transaction and a round trip; handles come in the order given.
+
+        Each request has the fields of the payload, and may have an ``idempotency_key``. A bad request raises
+        before its own chunk is stored; the chunks before it have been accepted and their handles given out.
+        """
+        submissions = map(self._submission, requests)
+        while chunk := list(islice(submissions, _CHUNK)):
+            yield from self.submit_payloads(chunk)
+
+    def payload(self, fields: Mapping[str, Any]) -> GeneratePayload:
+        """Validate a request and fill in the settings' model and, where sampling is random, a seed.
+
+        Raises:
+            RequestError: names the field, the value and the fix.
+        """
+        payload = GeneratePayload.parse({"model": self.settings.model} | dict(fields))
+        payload.check_limits(self.settings)
+        return with_seed(payload)
+
+    def submit_payloads(self, submissions: Sequence[Submission]) -> list[JobHandle]:
+        """Accept validated payloads in one transaction, then publish them in one round trip."""
+        now = self._clock()
+        new = [self._new_job(submission, now) for submission in submissions]
+        if not self._has_database:
+            if any(submission.idempotency_key for submission in submissions):
+                raise NoDatabaseError("an idempotency key")
+            self._broker.publish([_message(job) for job in new])
+            return [JobHandle(job.id, client=self) for job in new]
+        outcomes = self._write("submit", lambda connection: jobs.insert_jobs(connection, new))
+        created = [job for job, outcome in zip(new, outcomes, strict=True) if outcome.created]
+        published = self._publish(created)
+        return [JobHandle(outcome.id, outcome.created, published, self) for outcome in outcomes]
+
+    def _publish(self, accepted: Sequence[NewJob]) -> bool:
+        if not accepted:
+            return True
+        try:
+            self._broker.publish([_message(job) for job in accepted])
+        except BrokerUnavailableError as error:
+            log.warning("%d accepted job(s) wait in SQL to be published: %s", len(accepted), error)
+            return False
+        ids = [job.id for job in accepted]
+        self._write("submit", lambda connection: jobs.mark_published(connection, ids))
+        return True
+
+    def _submission(self, request: Mapping[str, Any]) -> Submission:
+        fields = dict(request)
+        key = fields.pop("idempotency_key", None)
+        return Submission(self.payload(fields), idempotency_key=key)
+
+    def _new_job(self, submission: Submission, now: datetime) -> NewJob:
+        payload = submission.payload
+        job_id = uuid7()
+        deadline = None if payload.deadline_s is None else now + timedelta(seconds=payload.deadline_s)
+        return NewJob(
+            id=job_id,
+            batch_id=submission.batch_id,
+            position=submission.position,
+            custom_id=payload.custom_id,
+            idempotency_key=submission.idempotency_key,
+            payload_hash=payload.digest(),
+            tenant=payload.tenant,
+            model=payload.model,
+            queue=queue_for(payload.model),
+            priority=payload.priority,
+            params=payload.params(),
+            prompt=payload.prompt_json(),
+            message=build_message(job_id, payload, self.settings),
+            created_at=now,
+            deadline_at=deadline,
+        )
+
+    # --------------------------------------------------------------------------------------------------- read
+
+    def status(self, job_id: str) -> JobStatus:
+        """Where the job is now.
+
+        Raises:
+            UnknownJobError: no row has this id.
+        """
+        with self._read("status") as connection:
+            return _status(connection, job_id)
+
+    def result(self, job_id: str) -> StoredResult:
+        """The result of a job that has succeeded, without waiting.
+
+        Raises:
+            JobNotFinishedError: it is queued or running.
+            JobFailedError: it failed, was cancelled or expired.
+            UnknownJobError: no row has this id.
+        """
+        with self._read("result") as connection:
+            status = _status(connection, job_id)
+            if not status.state.terminal:
+                raise JobNotFinishedError(status)
+            stored = jobs.job_result(connection, job_id) if status.state is JobState.SUCCEEDED else None
+        if stored is None:
+            raise JobFailedError(status)
+        return stored
+
+    def attempts(self, job_id: str) -> list[AttemptRecord]:
+        """Every run of the job with its worker, oldest first."""
+        with self._read("attempts") as connection:
+            return jobs.job_attempts(connection, job_id)
+
+    def wait(self, job_id: str, timeout_s: float | None = None) -> StoredResult:
+        """The result, as soon as there is one. Asks SQL, first often and then once a second.
+
+        Raises:
+            WaitTimeoutError: ``timeout_s`` seconds have passed; the job goes on.
+            JobFailedError: it failed, was cancelled or expired.
+            UnknownJobError: no row has this id.
+        """
+        for pause_s in pauses(timeout_s, job_id):
+            try:
+                return self.result(job_id)
+            except JobNotFinishedError as error:
+                if pause_s is None:
+                    assert timeout_s is not None
+                    raise WaitTimeoutError(error.status, timeout_s) from None
+            self._sleep(pause_s)
+        raise AssertionError("the pauses end with None")
+
+    def cancel(self, job_id: str) -> JobState:
+        """Ask for the job to be cancelled; returns its state after that.
+
+        A queued job is ``cancelled`` at once. A running one is still ``running``: its worker ends it within a
+        second or so. A job that has ended stays as it is.
+        """
+        states = self._write("cancel", lambda connection: jobs.request_cancel(connection, [job_id]))
+        if job_id not in states:
+            raise UnknownJobError(job_id)
+        return states[job_id]
+
+    # -------------------------------------------------------------------------------------------- open, close
+
+    def engine(self) -> Engine:
+        """The connection pool, opened when first used.
+
+        Raises:
+            DatabaseUnavailableError, SchemaError: it cannot be used; the message says how to mend it.
+        """
+        with self._opening:
+            if self._engine is None:
+                engine = make_engine(self.settings.database_url)
+                try:
+                    check_schema(engine)
+                except BaseException:
+                    engine.dispose()
+                    raise
+                self._engine = engine
+            return self._engine
+
+    @contextmanager
+    def _read(self, what: str) -> Iterator[Connection]:
+        if not self._has_database:
+            raise NoDatabaseError(what)
+        with reading(self.engine()) as connection:
+            yield connection
+
+    def _write(self, what: str, work: Callable[[Connection], T]) -> T:
+        if not self._has_database:
+            raise NoDatabaseError(what)
+        return transaction(self.engine(), work)
+
+    def close(self) -> None:
+        """Close the connections; the client can be used again and opens new ones."""
+        with self._opening:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.dispose()
+        self._broker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def with_seed(payload: GeneratePayload, draw: Callable[[int], int] = secrets.randbelow) -> GeneratePayload:
+    """The payload, with a seed drawn where sampling is random and none was given: every attempt repeats."""
+    if payload.temperature == 0 or payload.seed is not None:
+        return payload
+    return payload.model_copy(update={"seed": draw(MAX_SEED + 1)})
+
+
+def _status(connection: Connection, job_id: str) -> JobStatus:
+    status = jobs.job_status(connection, job_id)
+    if status is None:
+        raise UnknownJobError(job_id)
+    return status
+
+
+def _message(job: NewJob) -> Mapping[str, Any]:
+    assert job.message is not None
+    return job.message
+
+
+def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
+    """Seconds to sleep between looks, growing to one with some spread; ``None`` when the time is over."""
+    spread = random.Random(job_id)  # many waiters must not ask in step
+    give_up = None if timeout_s is None else time.monotonic() + timeout_s
+    pause_s = _FIRST_POLL_S
+    while True:
+        left = None if give_up is None else give_up - time.monotonic()
+        if left is not None and left <= 0:
+            yield None
+            return
+        chosen = pause_s * spread.uniform(0.75, 1.0)
+        yield chosen if left is None else min(chosen, left)
+        pause_s = min(pause_s * 1.3, _LONGEST_POLL_S)
