@@ -244,9 +244,7 @@ class SamplingParams(_Frozen):
     @property
     def uses_penalties(self) -> bool:
         """Whether the sampler must count this sequence's tokens."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class Prompt(_Frozen):

@@ -25,7 +25,8 @@ class EngineConfig(BaseModel):
         "auto", description="'dummy' gives the model random weights, for benchmarks"
     )
     tokenizer: str | None = Field(
-        None, description="where the tokenizer comes from; the model's own when unset, 'none' for token ids only"
+        None,
+        description="where the tokenizer comes from; the model's own when unset, 'none' for token ids only",
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     device: str = Field("auto", description="'auto', 'cpu', 'cuda' or 'cuda:N'")
@@ -36,15 +37,21 @@ class EngineConfig(BaseModel):
 
     max_num_seqs: int = Field(32, ge=1, le=4096, description="requests that run at once (slots)")
     max_num_batched_tokens: int = Field(
-        512, ge=1, description="tokens a step computes at most, decode rows included; longer prompts are chunked"
+        512,
+        ge=1,
+        description="tokens a step computes at most, decode rows included; longer prompts are chunked",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="context limit in tokens; the model's own when unset"
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     num_kv_blocks: int | None = Field(None, ge=2, description="blocks of the KV cache; measured when unset")
-    kv_memory_fraction: float = Field(
-        0.9, gt=0.0, le=1.0, description="share of the free device memory for the KV cache, when it is measured"
+    kv_memory_fraction: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="share of the free memory for the KV cache, when it is measured: 0.9 of a GPU's by default, "
+        "0.5 of a CPU's",
     )
     prefix_cache: bool = Field(True, description="share the blocks of equal prompt beginnings")
     max_waiting: int = Field(

@@ -1,0 +1,227 @@
+"""Builds a running engine core from a configuration: load, probe, size the cache, compare with the native model."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+
+from backend.attention.interface import (
+    ATTENTION_NAME,
+    STEP_ARGUMENT,
+    AttentionKernel,
+    PagedStep,
+    ProbeStep,
+)
+from backend.attention.sdpa import SdpaKernel
+from backend.blocks import BlockAllocator
+from backend.config import EngineConfig
+from backend.core import EngineCore, OutputSink
+from backend.kv_cache import KVCache, LayerShape, available_memory, bytes_per_block, choose_num_blocks
+from backend.loading import LoadedModel, load_model, unsupported
+from backend.packed_linear import pack_linears
+from backend.rows import RowTable
+from backend.runner import ModelRunner, Runner, forward_logits
+from backend.sampling import SamplingBatch
+from backend.scheduler import Scheduler
+from backend.slots import Slot, SlotLimits, StepInputs, StepShape
+from backend.streams import Streams, make_streams
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGPROBS = 20
+_CHECK_TOKENS = 40
+# Largest difference of paged and native logits, as a share of the largest logit.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """What a configuration came to."""
+
+    core: EngineCore
+    loaded: LoadedModel
+    cache: KVCache
+    kernel: AttentionKernel
+
+
+def build_engine(
+    config: EngineConfig, sink: Callable[[LoadedModel], OutputSink], clock: Callable[[], float]
+) -> EngineParts:
+    """Load the model and put an engine around it.
+
+    Raises:
+        ConfigurationError: the model cannot be found, does not fit, or is one that the engine cannot run.
+    """
+    loaded = load_model(config)
+    layers = probe_layers(loaded)
+    kernel = SdpaKernel()
+    verify_paged(loaded, layers, kernel, config.block_size)
+    if loaded.device.type == "cpu":
+        packed = pack_linears(loaded.model)
+        logger.info("%d linear layers packed for this CPU", packed)
+    cache = make_cache(config, loaded, layers)
+    runner = ModelRunner(loaded, cache, kernel, max_num_seqs=config.max_num_seqs)
+    core = make_core(
+        config,
+        runner=runner,
+        num_blocks=cache.num_blocks,
+        max_model_len=loaded.max_model_len,
+        device=loaded.device,
+        sink=sink(loaded),
+        clock=clock,
+    )
+    return EngineParts(core=core, loaded=loaded, cache=cache, kernel=kernel)
+
+
+def make_core(
+    config: EngineConfig,
+    *,
+    runner: Runner,
+    num_blocks: int,
+    max_model_len: int,
+    device: torch.device,
+    sink: OutputSink,
+    clock: Callable[[], float] = time.monotonic,
+    streams: Streams | None = None,
+) -> EngineCore:
+    """The host side of an engine around any runner; tests and benchmarks give it a stub."""
+    streams = streams or make_streams(device)
+    allocator = BlockAllocator(num_blocks, prefix_cache=config.prefix_cache)
+    scheduler = Scheduler(
+        allocator,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefix_cache=config.prefix_cache,
+    )
+    max_blocks = -(-max_model_len // config.block_size)
+    limits = SlotLimits(
+        tokens=config.max_num_batched_tokens,
+        rows=config.max_num_seqs,
+        blocks=max_blocks,
+        logprobs=_MAX_LOGPROBS,
+    )
+    slots = (
+        Slot(limits, device, streams, poison=config.debug_poison),
+        Slot(limits, device, streams, poison=config.debug_poison),
+    )
+    return EngineCore(
+        scheduler=scheduler,
+        allocator=allocator,
+        rows=RowTable(config.max_num_seqs, max_blocks),
+        slots=slots,
+        runner=runner,
+        streams=streams,
+        sink=sink,
+        block_size=config.block_size,
+        sync=config.mode == "sync",
+        clock=clock,
+    )
+
+
+def make_cache(config: EngineConfig, loaded: LoadedModel, layers: list[LayerShape]) -> KVCache:
+    """The cache, sized by the configuration or by the memory that is free now that the model is loaded."""
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        fraction = config.kv_memory_fraction or (0.9 if loaded.device.type == "cuda" else 0.5)
+        num_blocks = choose_num_blocks(
+            free_bytes=available_memory(loaded.device),
+            fraction=fraction,
+            block_bytes=bytes_per_block(layers, config.block_size, loaded.dtype),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=loaded.max_model_len,
+        )
+    return KVCache(
+        layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=loaded.device
+    )
+
+
+@torch.inference_mode()
+def probe_layers(loaded: LoadedModel) -> list[LayerShape]:
+    """Key/value shapes of all layers, learnt from one forward pass rather than from the configuration.
+
+    Raises:
+        UnsupportedModelError: the layers do not reach our attention as the paged cache needs it.
+    """
+    probe = ProbeStep()
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=loaded.device)
+    positions = torch.arange(4, device=loaded.device)[None]
+    arguments: dict[str, Any] = {STEP_ARGUMENT: probe}
+    loaded.model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)
+    count = int(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
+    if sorted(probe.layers) != list(range(count)):
+        missing = sorted(set(range(count)) - set(probe.layers))
+        raise unsupported(f"layers {missing[:8]} of the model do not use the paged attention")
+    return [probe.layers[i] for i in range(count)]
+
+
+@torch.inference_mode()
+def verify_paged(
+    loaded: LoadedModel, layers: list[LayerShape], kernel: AttentionKernel, block_size: int
+) -> None:
+    """Compare paged logits with the model's own on a few tokens: two prefill chunks and decode steps.
+
+    Raises:
+        UnsupportedModelError: they differ by more than the dtype explains.
+    """
+    count = min(_CHECK_TOKENS, loaded.max_model_len)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, loaded.vocab_size, (count,), generator=generator).to(loaded.device)
+    loaded.model.set_attn_implementation("eager")
+    try:
+        native = loaded.model(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        loaded.model.set_attn_implementation(ATTENTION_NAME)
+
+    blocks = -(-count // block_size)
+    cache = KVCache(
+        layers, num_blocks=blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
+    )
+    borders = sorted({0, count // 2, max(1, count - 2), max(1, count - 1), count})
+    paged = []
+    for start, end in itertools.pairwise(borders):
+        decode = start > 0 and end - start == 1
+        inputs, shape = _single_row(start, end, block_size, loaded.device, decode=decode)
+        step = PagedStep(cache, kernel, inputs, shape)
+        paged.append(forward_logits(loaded.model, ids[start:end].to(torch.int32), inputs, step))
+    error = (torch.cat(paged) - native).abs().max().item()
+    scale = native.abs().max().item()
+    if not error <= _TOLERANCE[loaded.dtype] * max(scale, 1e-6):
+        raise unsupported(
+            f"its logits on the paged cache differ from its own by {error:.3g} (largest logit {scale:.3g})"
+        )
+
+
+def _single_row(
+    start: int, end: int, block_size: int, device: torch.device, *, decode: bool
+) -> tuple[StepInputs, StepShape]:
+    """Inputs of a step with one row of known tokens in blocks 0, 1, 2, …"""
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    count = end - start
+    nothing = torch.empty(0, device=device)
+    sampling = SamplingBatch(
+        **dict.fromkeys((f.name for f in fields(SamplingBatch) if f.default is MISSING), nothing),  # type: ignore[arg-type]
+    )
+    inputs = StepInputs(
+        input_ids=ints([0] * count),
+        positions=ints(list(range(start, end))),
+        carry_over=ints([-1] * count),
+        cache_slots=ints(list(range(start, end))),
+        query_starts=ints([0, count]),
+        kv_lengths=ints([end]),
+        block_table=ints(list(range(-(-end // block_size))))[None],
+        sample_tokens=ints(list(range(count))),
+        sampling=sampling,
+    )
+    shape = StepShape(num_decode=int(decode), query_lengths=[count], kv_lengths=[end])
+    return inputs, shape

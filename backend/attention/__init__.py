@@ -1,0 +1,1 @@
+"""Attention over the paged cache: one file a kernel source, behind one interface."""

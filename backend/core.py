@@ -1,0 +1,224 @@
+"""The step loop: plan, fill, launch, retire. No threads in here: whoever calls ``step`` is the engine thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from backend.api import FinishReason, RequestError, TokenLogprob, TokenmillError
+from backend.blocks import BlockAllocator
+from backend.rows import RowTable
+from backend.runner import Runner
+from backend.scheduler import Scheduler
+from backend.sequence import Sequence, Status
+from backend.slots import Slot
+from backend.streams import Streams
+
+
+class OutputSink(Protocol):
+    """Where retired tokens and ended sequences go; must not block."""
+
+    def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        """A token of a sequence that streams or watches for stop strings."""
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """A sequence has ended; its finish reason is set."""
+
+    def fail(self, sequence: Sequence, error: TokenmillError) -> None:
+        """A sequence has ended with an error of its own."""
+
+
+class EngineCore:
+    """Two slots, one plan at a time.
+
+    While the device computes step N, ``step`` prepares step N+1 and then retires step N, whose tokens the launched
+    step N+1 already carries on. ``sync`` retires each step at once; nothing else differs.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        allocator: BlockAllocator,
+        rows: RowTable,
+        slots: tuple[Slot, Slot],
+        runner: Runner,
+        streams: Streams,
+        sink: OutputSink,
+        block_size: int,
+        sync: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.allocator = allocator
+        self._rows = rows
+        self._slots = slots
+        self._runner = runner
+        self._streams = streams
+        self._sink = sink
+        self._block_size = block_size
+        self._sync = sync
+        self._clock = clock
+        self._next = 0
+        self._pending: Slot | None = None  # launched and not retired
+        self._deadlines: dict[int, Sequence] = {}
+        self.steps = 0
+        self.generated_tokens = 0
+        self.finished = 0
+        self.failed = 0
+        self.busy_s = 0.0
+        self.prepare_s = 0.0
+
+    # ---------------------------------------------------------------------------------------------- sequences
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        if sequence.deadline_at is not None:
+            self._deadlines[sequence.number] = sequence
+        self.scheduler.add(sequence)
+
+    def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence early with what it has; one that has ended already is left alone."""
+        if sequence.status is not Status.FINISHED:
+            self._finish(sequence, reason, stop_reason)
+
+    def living(self) -> list[Sequence]:
+        """Every sequence that has not ended."""
+        return [*self.scheduler.running, *self.scheduler.waiting()]
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._pending is not None or self.scheduler.has_work()
+
+    # --------------------------------------------------------------------------------------------------- a step
+
+    def step(self) -> None:
+        """Prepare and launch the next step, then retire the one before it."""
+        began = time.perf_counter()
+        now = self._clock()
+        self._expire(now)
+        plan = self.scheduler.schedule(now)
+        launched: Slot | None = None
+        if plan is not None:
+            launched = self._slots[self._next]
+            self._next ^= 1
+            launched.fill(plan, self._rows, self._block_size)
+            self.prepare_s += time.perf_counter() - began
+            self._launch(launched)
+        if self._pending is not None:
+            self._retire(self._pending)
+        self._pending = launched
+        if self._sync and launched is not None:
+            self._retire(launched)
+            self._pending = None
+
+    def _launch(self, slot: Slot) -> None:
+        with self._streams.h2d():
+            slot.copy_in()
+            slot.input_ready.record()
+        with self._streams.compute():
+            slot.input_ready.wait()
+            slot.compute_start.record()
+            self._runner.execute(slot, self._pending)
+            slot.compute_end.record()
+        with self._streams.d2h():
+            slot.compute_end.wait()
+            slot.copy_out()
+            slot.output_ready.record()
+        self.steps += 1
+
+    def _retire(self, slot: Slot) -> None:
+        """Take in a step's tokens. A sequence that has ended meanwhile was computed once too often: discarded."""
+        slot.output_ready.synchronize()
+        self.busy_s += slot.compute_end.seconds_since(slot.compute_start)
+        tokens = slot.read_tokens()
+        logprobs = slot.read_logprobs() if slot.num_logprobs >= 0 else None
+        now = self._clock()
+        for index, sequence in enumerate(slot.sampled):
+            sequence.in_flight -= 1
+            if sequence.status is Status.FINISHED:
+                continue
+            token = tokens[index]
+            if token < 0:
+                self._fail(sequence)
+                continue
+            sequence.output_ids.append(token)
+            self.generated_tokens += 1
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+            entry = None
+            if logprobs is not None and sequence.logprobs is not None:
+                entry = _logprob(token, index, sequence.sampling.logprobs or 0, logprobs)
+                sequence.logprobs.append(entry)
+            if sequence.needs_text:
+                self._sink.token(sequence, token, entry)
+            if token in sequence.ending_ids and len(sequence.output_ids) > sequence.sampling.min_tokens:
+                self._finish(sequence, FinishReason.STOP, token, now)
+            elif len(sequence.output_ids) >= sequence.max_new_tokens:
+                self._finish(sequence, FinishReason.LENGTH, None, now)
+            elif sequence.status is Status.RUNNING:
+                self.scheduler.register_outputs(sequence)
+        slot.release()
+
+    # ------------------------------------------------------------------------------------------------------ ends
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        now: float | None = None,
+    ) -> None:
+        self._take_out(sequence)
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        self.finished += 1
+        self._sink.finish(sequence, self._clock() if now is None else now)
+
+    def _fail(self, sequence: Sequence) -> None:
+        self._take_out(sequence)
+        self.failed += 1
+        index = len(sequence.output_ids)
+        self._sink.fail(
+            sequence,
+            RequestError(
+                f"the model gave no usable logits for output token {index} (NaN or no finite value)",
+                field="prompt",
+                fix="Check logit_bias and the penalties; if they are sane, use a wider dtype",
+            ),
+        )
+
+    def _take_out(self, sequence: Sequence) -> None:
+        self._deadlines.pop(sequence.number, None)
+        self.scheduler.finish(sequence)
+
+    def _expire(self, now: float) -> None:
+        if self._deadlines:
+            for sequence in [
+                s for s in self._deadlines.values() if s.deadline_at is not None and now >= s.deadline_at
+            ]:
+                self._finish(sequence, FinishReason.DEADLINE, None, now)
+
+    def check_idle(self) -> None:
+        """Integrity after the last request: nothing held, nothing in flight.
+
+        Raises:
+            BlockError: blocks are missing.
+            TokenmillError: a sequence is left.
+        """
+        if self.has_work():
+            raise TokenmillError("the engine is not idle")
+        self.allocator.check([])
+
+
+def _logprob(
+    token: int, index: int, alternatives: int, output: tuple[list[float], list[list[int]], list[list[float]]]
+) -> TokenLogprob:
+    chosen, ids, values = output
+    top = (
+        tuple(zip(ids[index][:alternatives], values[index][:alternatives], strict=True))
+        if alternatives
+        else ()
+    )
+    return TokenLogprob(token, chosen[index], top)

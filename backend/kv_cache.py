@@ -1,0 +1,115 @@
+"""The paged key/value cache: its tensors, and how many blocks fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from backend.api import ConfigurationError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Key/value heads and head size of one layer."""
+
+    heads: int
+    head_size: int
+
+
+def bytes_per_block(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return sum(2 * block_size * layer.heads * layer.head_size * dtype.itemsize for layer in layers)
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on a device: of the GPU, or of the machine's (and its control group's) main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            free = min(free, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):
+        pass  # no control group, or no limit ("max")
+    return max(free, 0)
+
+
+def choose_num_blocks(
+    *,
+    free_bytes: int,
+    fraction: float,
+    block_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    """How many blocks to make: what the memory holds, but no more than all slots at full length could use.
+
+    Raises:
+        ConfigurationError: not even one sequence of ``max_model_len`` tokens fits; names the bytes.
+    """
+    one_sequence = -(-max_model_len // block_size)
+    wanted = one_sequence * max_num_seqs
+    budget = int(free_bytes * fraction)
+    blocks = min(wanted, budget // block_bytes)
+    if blocks < one_sequence:
+        raise ConfigurationError(
+            f"the KV cache does not fit: one sequence of {max_model_len} tokens needs "
+            f"{one_sequence * block_bytes / MIB:.0f} MiB, and {fraction:.0%} of the free memory is "
+            f"{budget / MIB:.0f} MiB. Lower max_model_len, raise kv_memory_fraction, or free memory on the device"
+        )
+    return blocks
+
+
+class KVCache:
+    """Keys and values of all layers, each ``[num_blocks, block_size, heads, head_size]``.
+
+    One more block than the allocator hands out exists at the end: padding rows write there.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shapes = [(num_blocks + 1, block_size, layer.heads, layer.head_size) for layer in layers]
+        self.keys = [_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [_zeros(shape, dtype, device) for shape in shapes]
+        self._flat_keys = [tensor.flatten(0, 1) for tensor in self.keys]
+        self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
+
+    @property
+    def dummy_slot(self) -> int:
+        """A token slot that no sequence ever reads."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values ``[T, heads, head_size]`` of the tokens at int64 ``slots [T]``."""
+        self._flat_keys[layer].index_copy_(0, slots, keys)
+        self._flat_values[layer].index_copy_(0, slots, values)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Zeros rather than garbage: a masked position has weight 0, and 0 times a stray NaN would be NaN.
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros are mapped lazily, so that a large cache costs only what it comes to hold.
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,214 @@
+"""From retired tokens to texts, streams and results, on a thread of its own so that the engine never decodes."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from backend.api import FinishReason, GenerationResult, TokenChunk, TokenLogprob, TokenmillError
+from backend.sequence import Sequence
+from backend.stopping import OutputAssembler, StopCriteria
+
+logger = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Detokenises, watches for stop strings and settles handles, in the order in which the engine reports.
+
+    A stop string is found some steps after its last token was sampled. The result is cut where the string was
+    completed, whatever the engine has generated since, so it does not depend on timing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        on_stop: Callable[[Sequence], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._on_stop = on_stop
+        self._clock = clock
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._assemblers: dict[int, OutputAssembler] = {}
+        self._settled: set[int] = set()  # ended by a stop string; the engine has still to report their end
+        self._thread = threading.Thread(target=self._run, name="tokenmill-output", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Deal with everything reported so far, then end the thread."""
+        self._events.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------- the engine's side: no waiting
+
+    def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        """See ``OutputSink.token``."""
+        self._events.put(lambda: self._on_token(sequence, token_id, logprob))
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """See ``OutputSink.finish``."""
+        self._events.put(lambda: self._on_finish(sequence, now))
+
+    def fail(self, sequence: Sequence, error: TokenmillError) -> None:
+        """See ``OutputSink.fail``."""
+        self._events.put(lambda: self._on_fail(sequence, error))
+
+    # ----------------------------------------------------------------------------------------------- on the thread
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                event()
+            except Exception:
+                # The events carry their own handling; this is for a fault of ours, which must not end the thread.
+                logger.exception("output processing failed")
+
+    def _on_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        if sequence.number in self._settled or sequence.handle.done():
+            return
+        with _Guard(sequence):
+            assembler = self._assembler(sequence)
+            piece = assembler.push(token_id, logprob)
+            if piece.text or piece.token_ids:
+                sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
+            if piece.finish is not None and isinstance(piece.finish.stop_reason, str):
+                self._settled.add(sequence.number)
+                self._settle(
+                    sequence, assembler, piece.finish.reason, piece.finish.stop_reason, self._clock()
+                )
+                self._on_stop(sequence)
+
+    def _on_finish(self, sequence: Sequence, now: float) -> None:
+        assembler = self._assemblers.pop(sequence.number, None)
+        if sequence.number in self._settled:
+            self._settled.discard(sequence.number)
+            return
+        assert sequence.finish_reason is not None
+        with _Guard(sequence):
+            if assembler is None:
+                assembler = self._assembler(sequence)
+                self._assemblers.pop(sequence.number, None)
+                if not sequence.needs_text:
+                    self._settle_whole(sequence, now)
+                    return
+            if assembler.finish is None:
+                piece = assembler.end(sequence.finish_reason)
+                if piece.text or piece.token_ids:
+                    sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
+            self._settle(sequence, assembler, sequence.finish_reason, sequence.stop_reason, now)
+
+    def _on_fail(self, sequence: Sequence, error: TokenmillError) -> None:
+        self._assemblers.pop(sequence.number, None)
+        self._settled.discard(sequence.number)
+        sequence.handle.fail(error)
+
+    def _assembler(self, sequence: Sequence) -> OutputAssembler:
+        assembler = self._assemblers.get(sequence.number)
+        if assembler is None:
+            sampling = sequence.sampling
+            criteria = StopCriteria(
+                max_new=sequence.max_new_tokens,
+                eos_ids=sequence.eos_ids,
+                stop_token_ids=frozenset(sampling.stop_token_ids),
+                ignore_eos=sampling.ignore_eos,
+                min_tokens=sampling.min_tokens,
+            )
+            assembler = OutputAssembler(
+                self._tokenizer, criteria, sampling.stop, stream=sequence.request.stream
+            )
+            self._assemblers[sequence.number] = assembler
+        return assembler
+
+    def _settle_whole(self, sequence: Sequence, now: float) -> None:
+        """The common case: nobody looked at the text on the way, so it is decoded at once."""
+        assert sequence.finish_reason is not None
+        text = ""
+        if self._tokenizer is not None and sequence.output_ids:
+            text = self._tokenizer.decode(
+                _text_ids(sequence), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        sequence.handle.finish(
+            _result(
+                sequence,
+                text,
+                sequence.output_ids,
+                sequence.logprobs,
+                sequence.finish_reason,
+                sequence.stop_reason,
+                now,
+            )
+        )
+
+    def _settle(
+        self,
+        sequence: Sequence,
+        assembler: OutputAssembler,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        now: float,
+    ) -> None:
+        logprobs = assembler.logprobs if sequence.logprobs is not None else None
+        sequence.handle.finish(
+            _result(sequence, assembler.text, assembler.token_ids, logprobs, reason, stop_reason, now)
+        )
+
+
+class _Guard:
+    """Whatever goes wrong with one sequence's text is told to its caller, and nobody else."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._sequence.handle.fail(TokenmillError(f"the output could not be decoded: {error!r}"))
+
+
+def _text_ids(sequence: Sequence) -> list[int]:
+    """The tokens that are part of the text: all but the one that ended it."""
+    ids = sequence.output_ids
+    if sequence.finish_reason is FinishReason.STOP and isinstance(sequence.stop_reason, int):
+        return ids[:-1]
+    return ids
+
+
+def _result(
+    sequence: Sequence,
+    text: str,
+    token_ids: list[int],
+    logprobs: list[TokenLogprob] | None,
+    reason: FinishReason,
+    stop_reason: str | int | None,
+    now: float,
+) -> GenerationResult:
+    arrived = sequence.arrived_at
+
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else max(0.0, moment - arrived)
+
+    return GenerationResult(
+        text=text,
+        token_ids=tuple(token_ids),
+        finish_reason=reason,
+        prompt_tokens=len(sequence.prompt_ids),
+        completion_tokens=len(token_ids),
+        stop_reason=stop_reason,
+        cached_tokens=sequence.cached_tokens,
+        seed=sequence.seed if sequence.sampling.temperature > 0 else None,
+        queue_time_s=since(sequence.first_scheduled_at) or 0.0,
+        time_to_first_token_s=since(sequence.first_token_at),
+        latency_s=max(0.0, now - arrived),
+        preemptions=sequence.preemptions,
+        logprobs=None if logprobs is None else tuple(logprobs),
+    )

@@ -1,0 +1,99 @@
+"""Everything of a step that runs on the compute stream: carry-over, forward pass, logits, sampling."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from backend.attention.interface import STEP_ARGUMENT, AttentionKernel, PagedStep, StepContext
+from backend.kv_cache import KVCache
+from backend.loading import LoadedModel
+from backend.sampling import PenaltyState, Sampler
+from backend.slots import Slot, StepInputs
+
+
+class Runner(Protocol):
+    """Computes a step. The engine core knows no more of the model than this."""
+
+    def execute(self, slot: Slot, previous: Slot | None) -> None:
+        """Compute the step that is in ``slot`` and store its outcome there.
+
+        ``previous`` is the slot whose step has not retired yet, from which tokens are carried over. Called within
+        the compute stream's context; must not block.
+        """
+
+
+class ModelRunner:
+    """Runs a transformers model over the paged cache."""
+
+    def __init__(
+        self, loaded: LoadedModel, cache: KVCache, kernel: AttentionKernel, *, max_num_seqs: int
+    ) -> None:
+        self._model = loaded.model
+        self._cache = cache
+        self._kernel = kernel
+        self._device = loaded.device
+        self._vocab_size = loaded.vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._penalties: PenaltyState | None = None
+        self._sampler = Sampler(loaded.vocab_size, loaded.device)
+
+    @torch.inference_mode()
+    def execute(self, slot: Slot, previous: Slot | None) -> None:
+        """See ``Runner.execute``."""
+        inputs, shape = slot.inputs, slot.shape
+        assert inputs is not None
+        tokens = inputs.input_ids
+        if shape.has_carry:
+            assert previous is not None
+            tokens = carry_over(tokens, inputs.carry_over, previous.device_tokens)
+        step = PagedStep(self._cache, self._kernel, inputs, shape)
+        logits = forward_logits(self._model, tokens, inputs, step)
+        if not slot.sampled:
+            return
+        self._prepare_penalties(slot)
+        sampled = self._sampler.sample(logits, inputs.sampling)
+        slot.store_output(sampled.token_ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+
+    def _prepare_penalties(self, slot: Slot) -> None:
+        if not slot.inputs or not slot.inputs.sampling.any_penalty:
+            return
+        if self._penalties is None:
+            self._penalties = PenaltyState(self._max_num_seqs, self._vocab_size, self._device)
+            self._sampler.penalties = self._penalties
+        for sequence in slot.shape.new_penalty_rows:
+            # A row's first sampling step comes after the last step of its previous owner on this stream, the
+            # late one included, so nothing writes to it from here on but its new owner.
+            prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int64, device=self._device)
+            outputs = torch.tensor(sequence.output_ids, dtype=torch.int64, device=self._device)
+            self._penalties.init_row(sequence.row, prompt, outputs)
+
+
+def carry_over(tokens: torch.Tensor, source: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Replace each placeholder by the token that the previous step sampled; all int32 on the device.
+
+    ``source[i]`` is the sampled row of the previous step that feeds token ``i``, or -1 to keep ``tokens[i]``.
+    """
+    if previous.numel() == 0:
+        return tokens
+    carried = previous.index_select(0, source.clamp(min=0))
+    return torch.where(source >= 0, carried, tokens)
+
+
+def forward_logits(
+    model: torch.nn.Module, tokens: torch.Tensor, inputs: StepInputs, step: StepContext
+) -> torch.Tensor:
+    """Logits ``[S, vocabulary]`` of the tokens that sample.
+
+    The model computes its own head (``logits_to_keep``), so that scaling and soft caps of logits are its affair.
+    """
+    output = model(
+        input_ids=tokens.unsqueeze(0),
+        position_ids=inputs.positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=inputs.sample_tokens,
+        **{STEP_ARGUMENT: step},
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits

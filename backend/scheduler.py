@@ -1,0 +1,246 @@
+"""Who runs in the next step: admission, chunked prefill, decode, preemption, priority.
+
+Only lengths matter here, never token values, so a step can be planned while the one before it still computes.
+The engine thread is the only caller.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from backend.blocks import BlockAllocator
+from backend.sequence import Sequence, Status
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: rows in batch order, decode rows (one new token each, all of them sampled) first.
+
+    Row ``i`` computes ``lengths[i]`` tokens of ``sequences[i]`` from position ``starts[i]`` on. ``sampled`` lists
+    the rows whose last token is the newest of its sequence, so that the step samples a successor.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    num_decode: int = 0
+    num_tokens: int = 0
+
+    def add(self, sequence: Sequence, start: int, length: int, *, samples: bool) -> None:
+        """Append a row."""
+        if samples:
+            self.sampled.append(len(self.sequences))
+        self.sequences.append(sequence)
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.num_tokens += length
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.number
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences and plans steps over them.
+
+    The running list is kept in order of (priority, arrival), so the one to preempt is always its last and a plan
+    never has to be undone: whoever is scheduled first is preempted last. The best sequence therefore always
+    advances, and every request that fits the cache alone terminates.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_cache: bool = True,
+    ) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._max_tokens = max_num_batched_tokens
+        self._prefix_cache = prefix_cache
+        self._waiting: list[
+            tuple[int, int, Sequence]
+        ] = []  # a heap; finished entries are dropped when they surface
+        self._num_waiting = 0
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row, preempted ones included."""
+        return self._num_waiting
+
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return self._num_waiting > 0 or bool(self.running)
+
+    def waiting(self) -> Iterable[Sequence]:
+        """The sequences that wait, in no particular order."""
+        return [item[2] for item in self._waiting if item[2].status is Status.WAITING]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, new or preempted."""
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, (sequence.priority, sequence.number, sequence))
+        self._num_waiting += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and give back its row and blocks. Called once a sequence."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        elif sequence.status is Status.WAITING:
+            self._num_waiting -= 1
+        sequence.status = Status.FINISHED
+
+    def register_outputs(self, sequence: Sequence) -> None:
+        """Tell the prefix cache of blocks that have filled up with tokens that are known by now."""
+        full = min(sequence.num_computed, sequence.num_known) // self._block_size
+        if self._prefix_cache and full > sequence.num_registered:
+            digests = sequence.extend_digests(full, self._block_size)
+            for index in range(sequence.num_registered, full):
+                self._allocator.register(sequence.blocks[index], digests[index])
+            sequence.num_registered = full
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step, or ``None`` when nothing can run before an earlier step retires."""
+        self._make_room_for_urgent()
+        prefills: list[tuple[Sequence, int, int]] = []
+        plan = StepPlan()
+        budget = self._max_tokens
+        decoding = sum(1 for s in self.running if s.num_total - s.num_computed == 1)
+
+        # One pass, best first. The list may shrink at its end while it is walked.
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            index += 1
+            remaining = sequence.num_total - sequence.num_computed
+            if remaining == 1:
+                decoding -= 1
+                if sequence.num_outputs >= sequence.max_new_tokens:
+                    continue  # its last token is in flight
+                if self._grow(sequence, 1, index) == 1:
+                    plan.add(sequence, sequence.num_computed, 1, samples=True)
+                    budget -= 1
+            elif budget - decoding > 0:
+                length = self._grow(sequence, min(remaining, budget - decoding), index)
+                if length > 0:
+                    prefills.append((sequence, sequence.num_computed, length))
+                    budget -= length
+        for sequence in plan.sequences:
+            sequence.num_computed += 1
+        plan.num_decode = len(plan.sequences)
+
+        while budget > 0 and (sequence_length := self._admit(budget, now)) is not None:
+            sequence, length = sequence_length
+            prefills.append((sequence, sequence.num_computed, length))
+            budget -= length
+
+        for sequence, start, length in prefills:
+            sequence.num_computed = start + length
+            plan.add(sequence, start, length, samples=sequence.num_computed == sequence.num_known)
+            self.register_outputs(sequence)
+        return plan if plan.sequences else None
+
+    # ---------------------------------------------------------------------------------------------------- parts
+
+    def _grow(self, sequence: Sequence, length: int, index: int) -> int:
+        """Give ``sequence`` blocks for up to ``length`` more tokens, at the cost of those after ``index``.
+
+        Returns how many tokens it has room for now.
+        """
+        blocks = sequence.blocks
+        room = len(blocks) * self._block_size - sequence.num_computed
+        while room < length:
+            block = self._allocator.allocate()
+            if block is None:
+                if len(self.running) <= index:
+                    break
+                self._preempt(self.running[-1])
+                continue
+            blocks.append(block)
+            room += self._block_size
+        return min(room, length)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.num_computed = 0
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._allocator.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_registered = 0
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+
+    def _peek(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][2].status is not Status.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _make_room_for_urgent(self) -> None:
+        """Preempt the least urgent sequence while a strictly more urgent one waits for its row or blocks."""
+        head = self._peek()
+        if head is None or head.in_flight:
+            return
+        while self.running and self.running[-1].priority > head.priority:
+            if self._free_rows and self._allocator.num_free >= self._blocks_for(head.num_known) + len(
+                self.running
+            ):
+                return
+            self._preempt(self.running[-1])
+
+    def _admit(self, budget: int, now: float) -> tuple[Sequence, int] | None:
+        """Move the best waiting sequence into the batch, or ``None`` when it does not fit now.
+
+        All blocks for its known tokens must be free, and one more for each running sequence, so that an admission
+        is not followed at once by a preemption. Nothing overtakes it: a large request is not starved by small ones.
+        """
+        sequence = self._peek()
+        # A preempted sequence keeps the token it has in flight, and comes back when that has retired.
+        if sequence is None or not self._free_rows or sequence.in_flight:
+            return None
+        shared: list[int] = []
+        if self._prefix_cache:
+            # At least one token stays to be computed: its logits are needed.
+            count = (sequence.num_known - 1) // self._block_size
+            shared = self._allocator.match(sequence.extend_digests(count, self._block_size))
+        needed = self._blocks_for(sequence.num_known) - len(shared)
+        if self.running and self._allocator.num_free < needed + len(self.running):
+            self._allocator.release(shared)
+            return None
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        hit = len(shared) * self._block_size
+        if sequence.first_scheduled_at is None:
+            sequence.first_scheduled_at = now
+            sequence.cached_tokens = hit
+            self.prompt_tokens += len(sequence.prompt_ids)
+            self.cached_tokens += hit
+        sequence.blocks = shared
+        sequence.num_registered = len(shared)
+        sequence.num_computed = hit
+        sequence.row = self._free_rows.pop()
+        sequence.row_filled = False
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_order)
+        length = self._grow(sequence, min(sequence.num_known - hit, budget), len(self.running))
+        return sequence, length

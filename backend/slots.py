@@ -1,0 +1,347 @@
+"""The two I/O slots: packed host and device buffers of a step, and the index that carries tokens over.
+
+While the device computes from one slot, the CPU fills the other. Everything a step needs travels in one packed
+int32 buffer, everything it yields comes back in another, so there is one copy each way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from backend.rows import RowTable
+from backend.sampling import SamplingBatch
+from backend.scheduler import StepPlan
+from backend.sequence import Sequence
+from backend.streams import Mark, Streams
+
+POISON = -0x35014542  # an int32 that is no token id, no block and no sensible float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """The largest step that a slot can hold."""
+
+    tokens: int  # computed in a step
+    rows: int  # sequences in a step
+    blocks: int  # of one sequence
+    logprobs: int  # alternatives reported for a token
+    per_row: int = 16  # words of sampling parameters, generously
+
+    @property
+    def input_words(self) -> int:
+        """int32 words of the host-to-device buffer without the lists, which are rare and add their own."""
+        return 4 * self.tokens + self.rows * (self.blocks + self.per_row + 4) + 64
+
+    @property
+    def output_words(self) -> int:
+        """int32 words of the device-to-host buffer: token, its log-probability, and the alternatives."""
+        return self.rows * (2 + 2 * self.logprobs)
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Device views of one step's inputs.
+
+    Shapes: T tokens, R rows, S sampled rows, W blocks. All int32 where nothing else is said.
+    """
+
+    input_ids: torch.Tensor  # [T], 0 where a token is carried over
+    positions: torch.Tensor  # [T]
+    carry_over: torch.Tensor  # [T] sampled row of the previous step that feeds this token, or -1
+    cache_slots: torch.Tensor  # [T] block * block_size + offset where a token's keys and values go
+    query_starts: torch.Tensor  # [R + 1] first token of each row
+    kv_lengths: torch.Tensor  # [R] tokens in the cache once this step has run
+    block_table: torch.Tensor  # [R, W]
+    sample_tokens: torch.Tensor  # [S] token whose logits are sampled
+    sampling: SamplingBatch
+
+
+@dataclass(slots=True)
+class StepShape:
+    """What the host knows of a step without looking at the device: the lengths, as plain lists."""
+
+    num_decode: int = 0
+    query_lengths: list[int] = field(default_factory=list)
+    kv_lengths: list[int] = field(default_factory=list)
+    has_carry: bool = False
+    new_penalty_rows: list[Sequence] = field(default_factory=list)
+    decode_groups: list[tuple[int, int]] | None = None  # of the SDPA kernel
+
+
+class _Packer:
+    """Lays arrays one after the other into the packed host buffer, and finds them again on the device."""
+
+    def __init__(self, host: NDArray[np.int32], device: torch.Tensor) -> None:
+        self._host = host
+        self._device = device
+        self.used = 0
+
+    def put(self, values: NDArray[np.int32] | NDArray[np.float32] | NDArray[np.int64]) -> torch.Tensor:
+        """Append an array of 4- or 8-byte numbers; returns its view on the device."""
+        words = values.size * values.itemsize // 4
+        start, end = self.used, self.used + words
+        self._host[start:end] = values.reshape(-1).view(np.int32)
+        self.used = end
+        view = self._device[start:end]
+        if values.dtype == np.float32:
+            view = view.view(torch.float32)
+        elif values.dtype == np.int64:
+            view = view.view(torch.int64)
+        return view.view(values.shape) if values.ndim > 1 else view
+
+
+class Slot:
+    """One pair of buffers with the marks that say when each may be used again.
+
+    The host input buffer may be rewritten once ``output_ready`` of the step that used it has been reached: the
+    copy in comes before the computation, and that before the copy out.
+    """
+
+    def __init__(self, limits: SlotLimits, device: torch.device, streams: Streams, *, poison: bool) -> None:
+        self._limits = limits
+        self._device = device
+        self._poison = poison
+        self._streams = streams
+        self._allocate_inputs(limits.input_words)
+        self._host_out = torch.zeros(limits.output_words, dtype=torch.int32, pin_memory=streams.pin_memory)
+        self.device_out = torch.zeros(limits.output_words, dtype=torch.int32, device=device)
+        self.input_ready = streams.mark()
+        self.compute_start = streams.mark(timed=True)  # set after the wait for the copy in
+        self.compute_end = streams.mark(timed=True)
+        self.output_ready: Mark = streams.mark()
+        self.plan: StepPlan | None = None
+        self.inputs: StepInputs | None = None
+        self.shape = StepShape()
+        self.sampled: list[Sequence] = []
+        self.num_logprobs = -1  # alternatives in this step's output; -1: no log-probabilities
+        self._words_in = 0
+
+    def _allocate_inputs(self, words: int) -> None:
+        self._host_in = torch.zeros(words, dtype=torch.int32, pin_memory=self._streams.pin_memory)
+        self._host_in_np: NDArray[np.int32] = self._host_in.numpy()
+        self._device_in = torch.zeros(words, dtype=torch.int32, device=self._device)
+
+    # ------------------------------------------------------------------------------------------------- the way in
+
+    def fill(self, plan: StepPlan, rows: RowTable, block_size: int) -> None:
+        """Write a plan into the host buffer. Never blocks and never touches the device."""
+        sequences = plan.sequences
+        decode, count = plan.num_decode, len(sequences)
+        self.plan = plan
+        self.sampled = sampled = [sequences[i] for i in plan.sampled]
+        for sequence in sequences:
+            rows.update(sequence)
+
+        row_ids = np.fromiter((s.row for s in sequences), dtype=np.intp, count=count)
+        starts = np.array(plan.starts, dtype=np.int32)
+        lengths = np.array(plan.lengths, dtype=np.int32)
+        query_starts = np.zeros(count + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        kv_lengths = starts + lengths
+        width = int(-(-int(kv_lengths.max()) // block_size))
+        tables = rows.blocks[row_ids, :width]
+
+        tokens = np.zeros(plan.num_tokens, dtype=np.int32)
+        carry = np.full(plan.num_tokens, -1, dtype=np.int32)
+        has_carry = False
+        for index in range(decode):
+            sequence = sequences[index]
+            if sequence.in_flight:
+                carry[index] = sequence.sample_index
+                has_carry = True
+            else:
+                tokens[index] = (sequence.output_ids or sequence.prompt_ids)[-1]
+        if count == decode:
+            positions, token_rows = starts, np.arange(count)
+        else:
+            token_rows = np.repeat(np.arange(count), lengths)
+            positions = (
+                np.arange(plan.num_tokens, dtype=np.int32) - query_starts[token_rows] + starts[token_rows]
+            )
+            for index in range(decode, count):
+                start = plan.starts[index]
+                at = int(query_starts[index])
+                tokens[at : at + plan.lengths[index]] = sequences[index].tokens(
+                    start, start + plan.lengths[index]
+                )
+        cache_slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
+
+        sample_rows = np.array(plan.sampled, dtype=np.intp)
+        extra = _sampling_lists(sampled)
+        self._reserve(extra)
+        pack = _Packer(self._host_in_np, self._device_in)
+        sampling = self._fill_sampling(pack, sampled, row_ids[sample_rows], rows, extra)
+        self.inputs = StepInputs(
+            input_ids=pack.put(tokens),
+            positions=pack.put(positions),
+            carry_over=pack.put(carry),
+            cache_slots=pack.put(cache_slots.astype(np.int32, copy=False)),
+            query_starts=pack.put(query_starts),
+            kv_lengths=pack.put(kv_lengths),
+            block_table=pack.put(tables),
+            sample_tokens=pack.put(query_starts[1:][sample_rows] - 1),
+            sampling=sampling,
+        )
+        self._words_in = pack.used
+        self.shape = StepShape(
+            num_decode=decode,
+            query_lengths=plan.lengths,
+            kv_lengths=kv_lengths.tolist(),
+            has_carry=has_carry,
+            new_penalty_rows=[
+                s
+                for i, s in zip(plan.sampled, sampled, strict=True)
+                if i >= decode and s.sampling.uses_penalties
+            ],
+        )
+        # From here on these rows' newest tokens are on the device only.
+        for index, sequence in enumerate(sampled):
+            sequence.sample_index = index
+            sequence.in_flight += 1
+
+    def _reserve(self, extra: _SamplingLists) -> None:
+        words = self._limits.input_words + extra.words
+        if words > self._host_in.numel():
+            self._allocate_inputs(words)
+
+    def _fill_sampling(
+        self,
+        pack: _Packer,
+        sampled: list[Sequence],
+        rows_of: NDArray[np.intp],
+        rows: RowTable,
+        extra: _SamplingLists,
+    ) -> SamplingBatch:
+        temperature = rows.temperature[rows_of]
+        penalty_row = rows.penalty_row[rows_of]
+        any_random = bool(temperature.any())
+        any_penalty = bool((penalty_row >= 0).any())
+        count = len(sampled)
+        self.num_logprobs = max(
+            (-1 if s.sampling.logprobs is None else s.sampling.logprobs for s in sampled), default=-1
+        )
+        top_k, top_p, min_p = rows.top_k[rows_of], rows.top_p[rows_of], rows.min_p[rows_of]
+        indices = np.fromiter((s.num_outputs for s in sampled), dtype=np.int32, count=count)
+        return SamplingBatch(
+            seed=pack.put(rows.seed[rows_of]),  # first, for its alignment
+            temperature=pack.put(temperature),
+            top_k=pack.put(top_k),
+            top_p=pack.put(top_p),
+            min_p=pack.put(min_p),
+            output_index=pack.put(indices),
+            repetition_penalty=pack.put(rows.repetition_penalty[rows_of]),
+            presence_penalty=pack.put(rows.presence_penalty[rows_of]),
+            frequency_penalty=pack.put(rows.frequency_penalty[rows_of]),
+            penalty_row=pack.put(penalty_row),
+            bias_ids=pack.put(extra.bias_ids),
+            bias_values=pack.put(extra.bias_values),
+            banned_ids=pack.put(extra.banned_ids),
+            any_random=any_random,
+            any_top_k=any_random and bool(top_k.any()),
+            any_top_p=any_random and bool((top_p < 1.0).any()),
+            any_min_p=any_random and bool((min_p > 0.0).any()),
+            any_penalty=any_penalty,
+            any_bias=extra.bias_ids.shape[1] > 0,
+            any_banned=extra.banned_ids.shape[1] > 0,
+            num_logprobs=self.num_logprobs,
+        )
+
+    def copy_in(self) -> None:
+        """Host-to-device copy; call within the h2d stream's context."""
+        self._device_in[: self._words_in].copy_(self._host_in[: self._words_in], non_blocking=True)
+
+    # ------------------------------------------------------------------------------------------------ the way out
+
+    @property
+    def device_tokens(self) -> torch.Tensor:
+        """int32 ``[S]``: this step's sampled tokens on the device, which the next step carries over."""
+        return self.device_out[: len(self.sampled)]
+
+    def store_output(
+        self,
+        token_ids: torch.Tensor,
+        logprobs: torch.Tensor | None,
+        top_ids: torch.Tensor | None,
+        top_logprobs: torch.Tensor | None,
+    ) -> None:
+        """Pack a step's outcome; call within the compute stream's context."""
+        count = len(self.sampled)
+        self.device_out[:count].copy_(token_ids)
+        if logprobs is not None:
+            self.device_out[count : 2 * count].view(torch.float32).copy_(logprobs)
+        if top_ids is not None and top_logprobs is not None and self.num_logprobs > 0:
+            size = count * self.num_logprobs
+            at = 2 * count
+            self.device_out[at : at + size].copy_(top_ids.reshape(-1))
+            self.device_out[at + size : at + 2 * size].view(torch.float32).copy_(top_logprobs.reshape(-1))
+
+    def copy_out(self) -> None:
+        """Device-to-host copy; call within the d2h stream's context."""
+        words = self._output_words()
+        self._host_out[:words].copy_(self.device_out[:words], non_blocking=True)
+
+    def _output_words(self) -> int:
+        count = len(self.sampled)
+        return count if self.num_logprobs < 0 else count * (2 + 2 * self.num_logprobs)
+
+    def read_tokens(self) -> list[int]:
+        """The sampled tokens, once ``output_ready`` has been reached."""
+        tokens: list[int] = self._host_out[: len(self.sampled)].tolist()
+        return tokens
+
+    def read_logprobs(self) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Log-probability, alternatives' ids and their log-probabilities, a row each."""
+        count, width = len(self.sampled), self.num_logprobs
+        size, at = count * width, 2 * count
+        chosen = self._host_out[count:at].view(torch.float32).tolist()
+        ids = self._host_out[at : at + size].view(count, width).tolist()
+        values = self._host_out[at + size : at + 2 * size].view(torch.float32).view(count, width).tolist()
+        return chosen, ids, values
+
+    def release(self) -> None:
+        """The step has retired: nothing may read these host buffers until they are written again."""
+        self.plan = None
+        self.inputs = None
+        self.sampled = []
+        if self._poison:
+            self._host_in.fill_(POISON)
+            self._host_out.fill_(POISON)
+
+
+@dataclass(slots=True)
+class _SamplingLists:
+    """The options that are lists, padded: ids with -1."""
+
+    bias_ids: NDArray[np.int32]  # [S, Kb]
+    bias_values: NDArray[np.float32]  # [S, Kb]
+    banned_ids: NDArray[np.int32]  # [S, Ks]
+
+    @property
+    def words(self) -> int:
+        return 2 * self.bias_ids.size + self.banned_ids.size
+
+
+def _sampling_lists(sampled: list[Sequence]) -> _SamplingLists:
+    count = len(sampled)
+    biased = [(i, s.sampling.logit_bias) for i, s in enumerate(sampled) if s.sampling.logit_bias]
+    width = max((len(bias) for _, bias in biased), default=0)
+    bias_ids = np.full((count, width), -1, dtype=np.int32)
+    bias_values = np.zeros((count, width), dtype=np.float32)
+    for i, bias in biased:
+        bias_ids[i, : len(bias)] = list(bias.keys())
+        bias_values[i, : len(bias)] = list(bias.values())
+    # The host knows the index of the output to come, so it masks the ends itself.
+    banned = [
+        (i, sorted(s.ending_ids))
+        for i, s in enumerate(sampled)
+        if s.sampling.min_tokens and s.num_outputs < s.sampling.min_tokens
+    ]
+    width = max((len(ids) for _, ids in banned), default=0)
+    banned_ids = np.full((count, width), -1, dtype=np.int32)
+    for i, ids in banned:
+        banned_ids[i, : len(ids)] = ids
+    return _SamplingLists(bias_ids, bias_values, banned_ids)
