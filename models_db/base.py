@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -69,13 +70,32 @@ class UTCDateTime(TypeDecorator[datetime]):
 
 
 def dump_json(value: Any) -> str:
-    """JSON that people can read in a query tool; text that is no valid Unicode stays escaped."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """JSON that people can read in a query tool.
+
+    Text that is no valid Unicode stays escaped. Infinite and undefined numbers, which JSON lacks and PostgreSQL
+    refuses, become null.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return dump_json(_finite(value))
     try:
         text.encode()
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+        return json.dumps(value, separators=(",", ":"))
     return text
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
 
 
 class JSONType(TypeDecorator[Any]):

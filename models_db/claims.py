@@ -6,15 +6,24 @@ Every function works inside the caller's transaction, takes many jobs in few sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from typing import Any, Protocol, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert, select, update
 
-from models_db.jobs import NewJob, StoredResult
-from models_db.tables import AttemptOutcome, JobState
+from models_db.base import utcnow
+from models_db.dialects import chunked, insert_or_ignore
+from models_db.errors import DatabaseError, InvalidValueError
+from models_db.jobs import LockedJob, job_results, lock_jobs
+from models_db.records import NewJob, StoredResult
+from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Result
+from models_db.text import clean_text, clip
+
+ERROR_TYPE_LENGTH = 128
+EXPIRED_BEFORE_START = "its deadline passed before a worker could start it"
 
 
 class ClaimKind(StrEnum):
@@ -68,6 +77,12 @@ class FinishItem:
     error_type: str | None = None
     error_message: str | None = None
 
+    def __post_init__(self) -> None:
+        if not self.state.terminal:
+            raise InvalidValueError("state", "must be terminal", value=self.state)
+        if self.state is JobState.SUCCEEDED and (self.result is None or self.error_type is not None):
+            raise InvalidValueError("result", "a success needs a result and no error")
+
 
 @dataclass(frozen=True, slots=True)
 class ReleaseItem:
@@ -77,6 +92,10 @@ class ReleaseItem:
     attempt: int
     outcome: AttemptOutcome = AttemptOutcome.RELEASED  # LOST when its engine died
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.outcome not in (AttemptOutcome.RELEASED, AttemptOutcome.LOST):
+            raise InvalidValueError("outcome", "must be released or lost", value=self.outcome)
 
 
 def claim(
@@ -90,10 +109,59 @@ def claim(
 ) -> list[ClaimOutcome]:
     """Try to win each delivery for ``worker_id``; one outcome an item, in their order.
 
-    ``dead_ids`` names the worker incarnations whose jobs may be taken over. ``replay`` says that an earlier commit
-    of this very call, with the same ``now``, may have gone through: what it won is then reported as claimed.
+    ``dead_ids`` names the worker incarnations whose jobs may be taken over. ``replay`` says that an earlier
+    commit of this very call, with the same ``now``, may have gone through: what it won is reported as claimed.
     """
-    raise NotImplementedError
+    now = now or utcnow()
+    jobs = {item.job.id: item.job for item in reversed(items)}
+    locked = _lock_or_insert(conn, jobs, now)
+
+    kinds: dict[str, ClaimKind] = {}
+    won: list[LockedJob] = []
+    ended: dict[JobState, list[LockedJob]] = {JobState.CANCELLED: [], JobState.EXPIRED: []}
+    for job in locked.values():
+        if job.state.terminal:
+            kinds[job.id] = ClaimKind.TERMINAL
+        elif job.owner == worker_id:
+            ours = replay and job.started_at == now
+            kinds[job.id] = ClaimKind.CLAIMED if ours else ClaimKind.JOINED
+        elif job.owner is not None and job.owner not in dead_ids:
+            kinds[job.id] = ClaimKind.ELSEWHERE
+        elif job.cancel_requested:
+            kinds[job.id] = ClaimKind.TERMINAL
+            ended[JobState.CANCELLED].append(job)
+        elif job.deadline_at is not None and job.deadline_at <= now:
+            kinds[job.id] = ClaimKind.TERMINAL
+            ended[JobState.EXPIRED].append(job)
+        else:
+            kinds[job.id] = ClaimKind.CLAIMED
+            won.append(job)
+
+    taken_over = [job.id for job in [*won, *ended[JobState.CANCELLED], *ended[JobState.EXPIRED]] if job.owner]
+    _close_attempts(conn, taken_over, AttemptOutcome.LOST, now, "the worker died")
+    _start(conn, won, worker_id, now)
+    for state, some in ended.items():
+        _end(conn, [job.id for job in some], state, now, *_end_error(state))
+    attempts = {job.id: job.attempt for job in locked.values()} | {job.id: job.attempt + 1 for job in won}
+
+    terminal = {job_id: job for job_id, job in locked.items() if kinds[job_id] is ClaimKind.TERMINAL}
+    ended_states = {job.id: state for state, some in ended.items() for job in some}
+    stored = _stored_outcomes(conn, terminal, ended_states)
+    outcomes = []
+    seen: set[str] = set()
+    for item in items:
+        job_id = item.job.id
+        kind = kinds[job_id]
+        if kind is ClaimKind.CLAIMED and job_id in seen:
+            kind = ClaimKind.JOINED  # a second delivery of the same job in this very batch
+        seen.add(job_id)
+        job = locked[job_id]
+        outcomes.append(
+            ClaimOutcome(
+                job_id, kind, attempts[job_id], stored.get(job_id), job.cancel_requested, job.deadline_at
+            )
+        )
+    return outcomes
 
 
 def finish(
@@ -106,10 +174,27 @@ def finish(
 ) -> list[bool]:
     """Store results and terminal states where the attempt is still current, running, and owned by ``worker_id``.
 
+    Texts are cleaned of what databases refuse. ``replay`` says that an earlier commit of this very call, with the
+    same ``now``, may have gone through: what it stored counts.
+
     Returns:
         For each item whether it counts. ``False`` is a duplicate: it changed nothing.
     """
-    raise NotImplementedError
+    now = now or utcnow()
+    counts, committed = _fence(conn, items, worker_id, now if replay else None)
+    groups: dict[tuple[JobState, str | None, str | None], list[str]] = {}
+    for item in committed:
+        message = None if item.error_message is None else clean_text(item.error_message)
+        groups.setdefault((item.state, clip(item.error_type, ERROR_TYPE_LENGTH), message), []).append(
+            item.job_id
+        )
+    for (state, error_type, message), ids in groups.items():
+        _end(conn, ids, state, now, error_type, message)
+        _close_attempts(conn, ids, AttemptOutcome(state), now, message)
+    rows = [item.result.row(item.job_id, now) for item in committed if item.result is not None]
+    if rows:
+        conn.execute(insert(Result), rows)
+    return counts
 
 
 def release(
@@ -121,4 +206,167 @@ def release(
     replay: bool = False,
 ) -> list[bool]:
     """Queue running jobs again, for a hand-back; for each item whether it was still this worker's attempt."""
-    raise NotImplementedError
+    now = now or utcnow()
+    counts, released = _fence(conn, items, worker_id, now if replay else None)
+    groups: dict[tuple[AttemptOutcome, str | None], list[str]] = {}
+    for item in released:
+        error = None if item.error is None else clean_text(item.error)
+        groups.setdefault((item.outcome, error), []).append(item.job_id)
+    for (outcome, error), ids in groups.items():
+        _close_attempts(conn, ids, outcome, now, error)
+    _update_jobs(conn, [item.job_id for item in released], state=JobState.QUEUED, owner=None, started_at=None)
+    return counts
+
+
+# --------------------------------------------------------------------------------------------------- the pieces
+
+
+def _lock_or_insert(conn: Connection, jobs: Mapping[str, NewJob], now: datetime) -> dict[str, LockedJob]:
+    locked = lock_jobs(conn, jobs)
+    missing = [job for job_id, job in sorted(jobs.items()) if job_id not in locked]
+    if missing:
+        # A delivery is proof enough that the message was published.
+        rows = [job.row() | {"published_at": job.published_at or now} for job in missing]
+        insert_or_ignore(conn, Job, rows, [Job.id])
+        locked |= lock_jobs(conn, [job.id for job in missing])
+    if absent := [job_id for job_id in jobs if job_id not in locked]:
+        raise DatabaseError(
+            f"id: job {absent[0]} cannot be inserted, because another job has its idempotency key or custom id. "
+            "Send it without them"
+        )
+    return locked
+
+
+def _start(conn: Connection, won: Sequence[LockedJob], worker_id: str, now: datetime) -> None:
+    _update_jobs(
+        conn,
+        [job.id for job in won],
+        state=JobState.RUNNING,
+        attempt=Job.attempt + 1,
+        owner=worker_id,
+        started_at=now,
+    )
+    if won:
+        conn.execute(
+            insert(Attempt),
+            [
+                {"job_id": job.id, "number": job.attempt + 1, "worker_id": worker_id, "started_at": now}
+                for job in won
+            ],
+        )
+
+
+def _end(
+    conn: Connection,
+    ids: Sequence[str],
+    state: JobState,
+    now: datetime,
+    error_type: str | None,
+    error_message: str | None,
+) -> None:
+    _update_jobs(
+        conn,
+        ids,
+        state=state,
+        owner=None,
+        finished_at=now,
+        error_type=error_type,
+        error_message=error_message,
+    )
+
+
+def _end_error(state: JobState) -> tuple[str | None, str | None]:
+    return ("deadline", EXPIRED_BEFORE_START) if state is JobState.EXPIRED else (None, None)
+
+
+def _update_jobs(conn: Connection, ids: Sequence[str], **values: Any) -> None:
+    """Change rows that this transaction has locked and judged; their number is checked, not assumed."""
+    for some in chunked(ids):
+        open_states = (JobState.QUEUED, JobState.RUNNING)
+        statement = update(Job).where(Job.id.in_(some), Job.state.in_(open_states)).values(**values)
+        if (changed := conn.execute(statement).rowcount) != len(some):
+            raise DatabaseError(
+                f"{len(some) - changed} of {len(some)} locked jobs were changed by someone else. "
+                "Use an engine from models_db.session.make_engine, whose isolation level the claim relies on"
+            )
+
+
+def _close_attempts(
+    conn: Connection, ids: Sequence[str], outcome: AttemptOutcome, now: datetime, error: str | None
+) -> None:
+    for some in chunked(ids):
+        conn.execute(
+            update(Attempt)
+            .where(Attempt.job_id.in_(some), Attempt.outcome.is_(None))
+            .values(outcome=outcome, ended_at=now, error=error)
+        )
+
+
+class _OfAttempt(Protocol):
+    @property
+    def job_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+
+
+T = TypeVar("T", bound=_OfAttempt)
+
+
+def _fence(
+    conn: Connection, items: Sequence[T], worker_id: str, replayed_at: datetime | None
+) -> tuple[list[bool], list[T]]:
+    """Which items are of an attempt that ``worker_id`` still runs; all verdicts, and those to act on."""
+    locked = lock_jobs(conn, (item.job_id for item in items))
+    before = _ended_at(conn, items, worker_id, replayed_at)
+    verdicts: list[bool] = []
+    current: list[T] = []
+    seen: set[str] = set()
+    for item in items:
+        job = locked.get(item.job_id)
+        is_current = (
+            job is not None
+            and job.state is JobState.RUNNING
+            and job.owner == worker_id
+            and job.attempt == item.attempt
+            and item.job_id not in seen
+        )
+        already = (item.job_id, item.attempt) in before and item.job_id not in seen
+        if is_current:
+            current.append(item)
+        if is_current or already:
+            seen.add(item.job_id)
+        verdicts.append(is_current or already)
+    return verdicts, current
+
+
+def _ended_at(
+    conn: Connection, items: Iterable[_OfAttempt], worker_id: str, at: datetime | None
+) -> set[tuple[str, int]]:
+    """Attempts of ``worker_id`` that were closed at exactly that time, by a commit whose answer was lost."""
+    if at is None:
+        return set()
+    query = select(Attempt.job_id, Attempt.number).where(
+        Attempt.worker_id == worker_id, Attempt.ended_at == at
+    )
+    ids = sorted({item.job_id for item in items})
+    return {
+        (job_id, number)
+        for some in chunked(ids)
+        for job_id, number in conn.execute(query.where(Attempt.job_id.in_(some)))
+    }
+
+
+def _stored_outcomes(
+    conn: Connection, terminal: Mapping[str, LockedJob], ended: Mapping[str, JobState]
+) -> dict[str, StoredOutcome]:
+    results = job_results(conn, list(terminal))
+    stored = {}
+    for job_id, job in terminal.items():
+        state = ended.get(job_id)
+        if state is None:
+            stored[job_id] = StoredOutcome(
+                job.state, results.get(job_id), job.error_type, job.error_message, job.callbacks_sent_at
+            )
+        else:
+            stored[job_id] = StoredOutcome(state, None, *_end_error(state), None)
+    return stored

@@ -5,12 +5,11 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from models_db.base import utcnow
@@ -20,13 +19,21 @@ from models_db.errors import (
     DuplicateJobIdError,
     IdempotencyConflictError,
     InvalidValueError,
-    UnknownJobError,
+    UnknownBatchError,
 )
-from models_db.ids import uuid7
+from models_db.records import (
+    RESULT_COLUMNS,
+    AttemptRecord,
+    InsertOutcome,
+    JobStatus,
+    NewJob,
+    StoredMessage,
+    StoredResult,
+)
 from models_db.tables import (
     TERMINAL_BATCH_STATES,
+    TERMINAL_JOB_STATES,
     Attempt,
-    AttemptOutcome,
     Batch,
     BatchState,
     Job,
@@ -34,159 +41,33 @@ from models_db.tables import (
     Result,
     Worker,
 )
-from models_db.text import check_name
 
+__all__ = [
+    "RESULT_COLUMNS",
+    "AttemptRecord",
+    "InsertOutcome",
+    "JobStatus",
+    "LockedJob",
+    "NewJob",
+    "StoredMessage",
+    "StoredResult",
+    "cancelled_running",
+    "insert_jobs",
+    "job_attempts",
+    "job_result",
+    "job_results",
+    "job_states",
+    "job_status",
+    "job_statuses",
+    "lock_jobs",
+    "mark_callbacks_sent",
+    "mark_published",
+    "request_cancel",
+    "retry_failed",
+    "stored_messages",
+]
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job to insert. ``params``, ``prompt`` and ``message`` are JSON-safe; ``message`` is the whole stored
-    message, as it is published.
-
-    Raises:
-        InvalidValueError: a name is too long or holds text that a database refuses, or a number is out of range.
-    """
-
-    model: str
-    queue: str
-    params: Mapping[str, Any]
-    prompt: Mapping[str, Any]
-    message: Mapping[str, Any] | None = None
-    id: str = field(default_factory=uuid7)
-    batch_id: str | None = None
-    position: int | None = None
-    custom_id: str | None = None
-    idempotency_key: str | None = None
-    payload_hash: str | None = None
-    tenant: str | None = None
-    priority: int = 3
-    created_at: datetime = field(default_factory=utcnow)
-    published_at: datetime | None = None
-    deadline_at: datetime | None = None
-
-    def __post_init__(self) -> None:
-        check_name("id", self.id, 155)
-        check_name("batch_id", self.batch_id, 36)
-        check_name("custom_id", self.custom_id, 255)
-        check_name("idempotency_key", self.idempotency_key, 255)
-        check_name("payload_hash", self.payload_hash, 64)
-        check_name("tenant", self.tenant, 255)
-        check_name("model", self.model, 255)
-        check_name("queue", self.queue, 255)
-        if not 0 <= self.priority <= 9:
-            raise InvalidValueError(
-                "priority", "must lie between 0 (most urgent) and 9", value=str(self.priority)
-            )
-        if self.idempotency_key is not None and self.payload_hash is None:
-            raise InvalidValueError(
-                "payload_hash",
-                "is missing although an idempotency key is given",
-                fix="Give the hash that tells whether two payloads are equal",
-            )
-
-    def row(self) -> dict[str, Any]:
-        """The job as a row of the table, queued."""
-        return {
-            "id": self.id,
-            "batch_id": self.batch_id,
-            "position": self.position,
-            "custom_id": self.custom_id,
-            "idempotency_key": self.idempotency_key,
-            "payload_hash": self.payload_hash,
-            "tenant": self.tenant,
-            "model": self.model,
-            "queue": self.queue,
-            "priority": self.priority,
-            "state": JobState.QUEUED,
-            "attempt": 0,
-            "cancel_requested": False,
-            "created_at": self.created_at,
-            "published_at": self.published_at,
-            "deadline_at": self.deadline_at,
-            "params": dict(self.params),
-            "prompt": dict(self.prompt),
-            "message": None if self.message is None else dict(self.message),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class InsertOutcome:
-    """What became of one ``NewJob``: its own row, or the job that its idempotency key already had."""
-
-    id: str
-    created: bool
-    state: JobState
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
-    """One answer, as the table ``result`` holds it. Times are in seconds, counts in tokens."""
-
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    token_ids: Sequence[int] | None = None
-    logprobs: Sequence[Any] | None = None  # JSON-safe, one entry a token
-    stop_reason: str | int | None = None
-    seed: int | None = None
-    queue_time_s: float = 0.0
-    time_to_first_token_s: float | None = None
-    latency_s: float = 0.0
-    choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """Everything about a job but its texts."""
-
-    id: str
-    state: JobState
-    attempt: int
-    owner: str | None
-    cancel_requested: bool
-    model: str
-    queue: str
-    priority: int
-    batch_id: str | None
-    position: int | None
-    custom_id: str | None
-    idempotency_key: str | None
-    tenant: str | None
-    error_type: str | None
-    error_message: str | None
-    created_at: datetime
-    published_at: datetime | None
-    started_at: datetime | None
-    finished_at: datetime | None
-    deadline_at: datetime | None
-    callbacks_sent_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """One run of a job, with the name of the worker that ran it."""
-
-    number: int
-    worker_id: str
-    worker_name: str
-    started_at: datetime
-    ended_at: datetime | None
-    outcome: AttemptOutcome | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMessage:
-    """What it takes to publish a job again."""
-
-    id: str
-    queue: str
-    priority: int
-    message: dict[str, Any] | None
-
-
-# --------------------------------------------------------------------------------------------------------- insert
+# -------------------------------------------------------------------------------------------------------- insert
 
 
 def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]:
@@ -199,59 +80,205 @@ def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]
         IdempotencyConflictError: the key belongs to a job with another payload.
         DuplicateCustomIdError: a custom id occurs twice in its batch.
         DuplicateJobIdError: a job with such an id exists already.
+        UnknownBatchError: a job names a batch that does not exist.
     """
-    raise NotImplementedError
+    first_by_key: dict[str, NewJob] = {}
+    for job in jobs:
+        if job.idempotency_key is not None:
+            first = first_by_key.setdefault(job.idempotency_key, job)
+            if first.payload_hash != job.payload_hash:
+                raise IdempotencyConflictError(job.idempotency_key, first.id)
+    holders = _holders(conn, list(first_by_key))
+    # In the order of their keys, so that two transactions with the same keys cannot wait for each other.
+    keyed = [first_by_key[key] for key in sorted(first_by_key) if key not in holders]
+    plain = [job for job in jobs if job.idempotency_key is None]
+    _refuse_duplicates([*plain, *keyed])
+    try:
+        with conn.begin_nested():
+            if plain:
+                conn.execute(insert(Job), [job.row() for job in plain])
+            insert_or_ignore(conn, Job, [job.row() for job in keyed], [Job.idempotency_key])
+    except IntegrityError as exc:
+        if named := _named(conn, [*plain, *keyed]):
+            raise named from exc
+        raise
+    if keyed:
+        holders |= _holders(conn, [job.idempotency_key for job in keyed if job.idempotency_key is not None])
+    outcomes = []
+    for job in jobs:
+        if job.idempotency_key is None:
+            outcomes.append(InsertOutcome(job.id, True, JobState.QUEUED))
+            continue
+        holder = holders.get(job.idempotency_key)
+        if holder is None:  # MariaDB ignored the row for the sake of another of its unique keys
+            raise _named(conn, keyed) or DuplicateJobIdError([job.id])
+        if holder.payload_hash != job.payload_hash:
+            raise IdempotencyConflictError(job.idempotency_key, holder.id)
+        outcomes.append(InsertOutcome(holder.id, holder.id == job.id, holder.state))
+    return outcomes
+
+
+def _holders(conn: Connection, keys: Sequence[str]) -> dict[str, Row[str, str | None, str | None, JobState]]:
+    query = select(Job.id, Job.idempotency_key, Job.payload_hash, Job.state)
+    return {
+        str(row.idempotency_key): row
+        for some in chunked(keys)
+        for row in conn.execute(query.where(Job.idempotency_key.in_(some)))
+    }
+
+
+def _refuse_duplicates(jobs: Sequence[NewJob]) -> None:
+    ids: set[str] = set()
+    lines: set[tuple[str, str]] = set()
+    for job in jobs:
+        if job.id in ids:
+            raise DuplicateJobIdError([job.id])
+        ids.add(job.id)
+        if job.batch_id is not None and job.custom_id is not None:
+            if (job.batch_id, job.custom_id) in lines:
+                raise DuplicateCustomIdError(job.custom_id, job.batch_id)
+            lines.add((job.batch_id, job.custom_id))
+
+
+def _named(conn: Connection, jobs: Sequence[NewJob]) -> Exception | None:
+    """Which rule these rows break, asked of the tables because each database words it differently."""
+    for some in chunked(jobs):
+        taken = conn.scalars(select(Job.id).where(Job.id.in_([job.id for job in some]))).all()
+        if taken:
+            return DuplicateJobIdError(list(taken))
+        by_batch: dict[str, list[str]] = {}
+        for job in some:
+            if job.batch_id is not None:
+                by_batch.setdefault(job.batch_id, []).extend([job.custom_id] if job.custom_id else [])
+        for batch_id, custom_ids in by_batch.items():
+            if conn.scalar(select(Batch.id).where(Batch.id == batch_id)) is None:
+                return UnknownBatchError(batch_id)
+            twice = select(Job.custom_id).where(Job.batch_id == batch_id, Job.custom_id.in_(custom_ids))
+            if (custom_id := conn.scalar(twice.limit(1))) is not None:
+                return DuplicateCustomIdError(custom_id, batch_id)
+    return None
 
 
 def mark_published(conn: Connection, ids: Sequence[str], *, at: datetime | None = None) -> None:
     """Note that the messages of these jobs have been handed to the broker."""
-    raise NotImplementedError
+    for some in chunked(ids):
+        conn.execute(update(Job).where(Job.id.in_(some)).values(published_at=at or utcnow()))
 
 
 def mark_callbacks_sent(conn: Connection, ids: Sequence[str], *, at: datetime | None = None) -> None:
     """Note that Celery's links, chords and result backend have been served for these terminal jobs."""
-    raise NotImplementedError
+    for some in chunked(ids):
+        conn.execute(update(Job).where(Job.id.in_(some)).values(callbacks_sent_at=at or utcnow()))
 
 
-# -------------------------------------------------------------------------------------------------------- look up
+# ------------------------------------------------------------------------------------------------------- look up
+
+_STATUS_COLUMNS = tuple(getattr(Job, name.name) for name in fields(JobStatus))
 
 
 def job_status(conn: Connection, job_id: str) -> JobStatus | None:
     """The job, or ``None`` when there is none with this id."""
-    raise NotImplementedError
+    return job_statuses(conn, [job_id]).get(job_id)
 
 
 def job_statuses(conn: Connection, ids: Sequence[str]) -> dict[str, JobStatus]:
     """The jobs with these ids, by id; unknown ids are absent."""
-    raise NotImplementedError
+    return {
+        row.id: JobStatus(*row)
+        for some in chunked(ids)
+        for row in conn.execute(select(*_STATUS_COLUMNS).where(Job.id.in_(some)))
+    }
 
 
 def job_states(conn: Connection, ids: Sequence[str]) -> dict[str, JobState]:
     """The states of these jobs, by id; unknown ids are absent. The cheap way to wait for many."""
-    raise NotImplementedError
+    return {
+        job_id: state
+        for some in chunked(ids)
+        for job_id, state in conn.execute(select(Job.id, Job.state).where(Job.id.in_(some)))
+    }
 
 
 def job_result(conn: Connection, job_id: str, choice: int = 0) -> StoredResult | None:
     """The stored answer, or ``None`` while there is none."""
-    raise NotImplementedError
+    query = select(*RESULT_COLUMNS).where(Result.job_id == job_id, Result.choice == choice)
+    row = conn.execute(query).one_or_none()
+    return None if row is None else StoredResult.from_row(row)
 
 
 def job_results(conn: Connection, ids: Sequence[str]) -> dict[str, StoredResult]:
     """The first stored answer of each of these jobs, by id; jobs without one are absent."""
-    raise NotImplementedError
+    query = select(Result.job_id, *RESULT_COLUMNS).where(Result.choice == 0)
+    return {
+        row.job_id: StoredResult.from_row(row)
+        for some in chunked(ids)
+        for row in conn.execute(query.where(Result.job_id.in_(some)))
+    }
 
 
 def job_attempts(conn: Connection, job_id: str) -> list[AttemptRecord]:
     """Every run of the job, oldest first."""
-    raise NotImplementedError
+    query = (
+        select(
+            Attempt.number,
+            Attempt.worker_id,
+            Worker.name,
+            Attempt.started_at,
+            Attempt.ended_at,
+            Attempt.outcome,
+            Attempt.error,
+        )
+        .join(Worker, Worker.id == Attempt.worker_id)
+        .where(Attempt.job_id == job_id)
+        .order_by(Attempt.number)
+    )
+    return [AttemptRecord(*row) for row in conn.execute(query)]
 
 
 def stored_messages(conn: Connection, ids: Sequence[str]) -> dict[str, StoredMessage]:
     """The stored messages of these jobs, by id, to publish them (again)."""
-    raise NotImplementedError
+    query = select(Job.id, Job.queue, Job.priority, Job.message)
+    return {
+        row.id: StoredMessage(*row)
+        for some in chunked(ids)
+        for row in conn.execute(query.where(Job.id.in_(some)))
+    }
 
 
-# --------------------------------------------------------------------------------------------------------- change
+# -------------------------------------------------------------------------------------------------------- change
+
+
+@dataclass(frozen=True, slots=True)
+class LockedJob:
+    """What decides about a job, read under its row's lock."""
+
+    id: str
+    state: JobState
+    attempt: int
+    owner: str | None
+    cancel_requested: bool
+    started_at: datetime | None
+    deadline_at: datetime | None
+    error_type: str | None
+    error_message: str | None
+    callbacks_sent_at: datetime | None
+
+
+_LOCKED_COLUMNS = tuple(getattr(Job, name.name) for name in fields(LockedJob))
+
+
+def lock_jobs(conn: Connection, ids: Iterable[str]) -> dict[str, LockedJob]:
+    """Lock these rows until the transaction ends and read them; unknown ids are absent.
+
+    Always in the order of their ids, so that two transactions do not wait for each other. SQLite needs no row
+    locks: the whole transaction holds its write lock.
+    """
+    query = select(*_LOCKED_COLUMNS).order_by(Job.id).with_for_update()
+    return {
+        row.id: LockedJob(*row)
+        for some in chunked(sorted(set(ids)))
+        for row in conn.execute(query.where(Job.id.in_(some)))
+    }
 
 
 def request_cancel(
@@ -262,12 +289,24 @@ def request_cancel(
     Returns:
         The state of each job afterwards, by id; unknown ids are absent.
     """
-    raise NotImplementedError
+    locked = lock_jobs(conn, ids)
+    queued = [job.id for job in locked.values() if job.state is JobState.QUEUED]
+    running = [job.id for job in locked.values() if job.state is JobState.RUNNING]
+    for some in chunked(queued):
+        conn.execute(
+            update(Job)
+            .where(Job.id.in_(some))
+            .values(state=JobState.CANCELLED, cancel_requested=True, finished_at=at or utcnow())
+        )
+    for some in chunked(running):
+        conn.execute(update(Job).where(Job.id.in_(some)).values(cancel_requested=True))
+    states = {job.id: job.state for job in locked.values()}
+    return states | dict.fromkeys(queued, JobState.CANCELLED)
 
 
 def cancelled_running(conn: Connection, owner: str) -> list[str]:
     """Ids of the jobs that this worker runs and that someone wants cancelled."""
-    raise NotImplementedError
+    return list(conn.scalars(select(Job.id).where(Job.owner == owner, Job.cancel_requested)).all())
 
 
 def retry_failed(
@@ -276,6 +315,7 @@ def retry_failed(
     ids: Sequence[str] | None = None,
     batch_id: str | None = None,
     states: Iterable[JobState] = (JobState.FAILED,),
+    at: datetime | None = None,
 ) -> list[str]:
     """Queue terminal jobs again: the only way out of a terminal state. Give ``ids``, ``batch_id`` or both.
 
@@ -284,27 +324,49 @@ def retry_failed(
 
     Returns:
         The ids that are queued now, in the order of their creation.
+
+    Raises:
+        InvalidValueError: neither ids nor a batch are given, or a state is not terminal.
     """
-    raise NotImplementedError
+    wanted = frozenset(states)
+    if ids is None and batch_id is None:
+        raise InvalidValueError("ids", "are missing", fix="Say which jobs to retry: by id or by batch")
+    if not wanted or not wanted <= frozenset(TERMINAL_JOB_STATES):
+        raise InvalidValueError("states", "must be terminal", value=", ".join(sorted(wanted)))
+    query = select(Job.id).where(Job.state.in_(wanted))
+    if batch_id is not None:
+        query = query.where(Job.batch_id == batch_id)
+    pieces = [query] if ids is None else [query.where(Job.id.in_(some)) for some in chunked(ids)]
+    candidates = [job_id for piece in pieces for job_id in conn.scalars(piece)]
+    now = at or utcnow()
+    chosen = [job.id for job in lock_jobs(conn, candidates).values() if job.state in wanted]
+    order: dict[str, datetime] = {}
+    for some in chunked(chosen):
+        conn.execute(delete(Result).where(Result.job_id.in_(some)))
+        conn.execute(update(Job).where(Job.id.in_(some), Job.deadline_at <= now).values(deadline_at=None))
+        conn.execute(
+            update(Job)
+            .where(Job.id.in_(some))
+            .values(
+                state=JobState.QUEUED,
+                cancel_requested=False,
+                published_at=None,
+                started_at=None,
+                finished_at=None,
+                callbacks_sent_at=None,
+                error_type=None,
+                error_message=None,
+            )
+        )
+        batches = conn.execute(select(Job.id, Job.created_at, Job.batch_id).where(Job.id.in_(some))).all()
+        order |= {row.id: row.created_at for row in batches}
+        _reopen(conn, {row.batch_id for row in batches if row.batch_id is not None})
+    return sorted(order, key=lambda job_id: (order[job_id], job_id))
 
 
-__all__ = [
-    "TERMINAL_BATCH_STATES",
-    "Attempt",
-    "Batch",
-    "BatchState",
-    "DuplicateCustomIdError",
-    "DuplicateJobIdError",
-    "IdempotencyConflictError",
-    "IntegrityError",
-    "Job",
-    "Result",
-    "UnknownJobError",
-    "Worker",
-    "chunked",
-    "delete",
-    "insert",
-    "insert_or_ignore",
-    "select",
-    "update",
-]
+def _reopen(conn: Connection, batch_ids: Iterable[str]) -> None:
+    conn.execute(
+        update(Batch)
+        .where(Batch.id.in_(sorted(batch_ids)), Batch.state.in_(TERMINAL_BATCH_STATES))
+        .values(state=BatchState.IN_PROGRESS, finished_at=None, succeeded=0, failed=0, cancelled=0, expired=0)
+    )

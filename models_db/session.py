@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import ExceptionContext
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 
+from models_db.base import dump_json
+from models_db.errors import DatabaseUnavailableError, DatabaseUrlError
+from models_db.faults import Fault, classify
+
 T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 5
+SQLITE_BUSY_TIMEOUT_S = 15
+
+_EXAMPLES = "sqlite:///tokenmill.db, postgresql://user@host/name or mariadb://user@host/name"
+_READ_ONLY = "tokenmill_read_only"
+
+_DRIVERS = {
+    "sqlite": ("sqlite+pysqlite", ""),
+    "postgres": ("postgresql+psycopg", "pip install 'tokenmill[postgres]'"),
+    "postgresql": ("postgresql+psycopg", "pip install 'tokenmill[postgres]'"),
+    "mysql": ("mysql+pymysql", "pip install 'tokenmill[mysql]'"),
+    "mariadb": ("mysql+pymysql", "pip install 'tokenmill[mysql]'"),
+}
 
 
 def make_engine(url: str, *, echo: bool = False, pool_size: int = 5) -> Engine:
@@ -20,26 +41,151 @@ def make_engine(url: str, *, echo: bool = False, pool_size: int = 5) -> Engine:
 
     Connecting later raises ``DatabaseUnavailableError`` when the database does not answer.
     """
-    raise NotImplementedError
+    parsed, hint = _parse(url)
+    options: dict[str, Any] = {}
+    match parsed.get_backend_name():
+        case "sqlite":
+            options["connect_args"] = {"timeout": SQLITE_BUSY_TIMEOUT_S, "check_same_thread": False}
+        case "postgresql":
+            options["isolation_level"] = "READ COMMITTED"
+            # A database host that vanishes must be noticed, or the writer would wait for it for ever.
+            options["connect_args"] = {
+                "connect_timeout": CONNECT_TIMEOUT_S,
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+                "tcp_user_timeout": 20_000,
+            }
+        case _:
+            # Gap locks of the default level would make concurrent claims deadlock on rows that do not exist yet.
+            options["isolation_level"] = "READ COMMITTED"
+            options["connect_args"] = {
+                "connect_timeout": CONNECT_TIMEOUT_S,
+                "read_timeout": 60,
+                "write_timeout": 60,
+                "charset": "utf8mb4",
+                "init_command": "SET SESSION time_zone = '+00:00', sql_mode = "
+                "'STRICT_ALL_TABLES,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION', "
+                "innodb_lock_wait_timeout = 15",
+            }
+    try:
+        engine = create_engine(
+            parsed,
+            echo=echo,
+            pool_size=pool_size,
+            pool_pre_ping=parsed.get_backend_name() != "sqlite",
+            json_serializer=dump_json,
+            **options,
+        )
+    except ImportError as exc:
+        raise DatabaseUrlError(f"the driver for {redact(url)} is not installed. Run: {hint}") from exc
+    event.listen(engine, "handle_error", _name_the_unavailable)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _configure_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
 
 
 def session_factory(engine: Engine) -> sessionmaker[Session]:
     """Sessions on ``engine`` that keep their objects usable after a commit."""
-    raise NotImplementedError
+    return sessionmaker(engine, expire_on_commit=False)
 
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
     """A transaction that only reads: on SQLite it takes no write lock, so it never waits for a writer."""
-    raise NotImplementedError
-    yield
+    with engine.connect().execution_options(**{_READ_ONLY: True}) as conn, conn.begin():
+        yield conn
 
 
-def transaction(engine: Engine, work: Callable[[Connection], T], *, tries: int = 5) -> T:
-    """Run ``work`` in a transaction and commit; again after a deadlock or a lock that timed out."""
-    raise NotImplementedError
+def transaction(
+    engine: Engine,
+    work: Callable[[Connection], T],
+    *,
+    tries: int = 6,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Run ``work`` in a transaction and commit; again after a deadlock or a lock that timed out.
+
+    Raises:
+        DatabaseUnavailableError: the database does not answer, or every try lost the race for its locks.
+    """
+    for number in range(1, tries + 1):
+        try:
+            with engine.begin() as conn:
+                return work(conn)
+        except DBAPIError as exc:
+            if classify(exc) is not Fault.TRANSIENT:
+                raise
+            if number == tries:
+                raise DatabaseUnavailableError(
+                    f"database {redact(engine.url)} is too busy: {tries} tries met a lock. "
+                    "Try again later, or look for a long transaction there"
+                ) from exc
+            sleep(0.01 * 2**number)
+    raise ValueError(f"tries: must be at least 1 (got {tries})")
 
 
-def redact(url: str) -> str:
+def redact(url: str | URL) -> str:
     """The URL for people: no password, no query."""
-    raise NotImplementedError
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        return "(unreadable database URL)"
+    return parsed.set(query={}, password="***" if parsed.password else None).render_as_string(
+        hide_password=False
+    )
+
+
+def _parse(url: str) -> tuple[URL, str]:
+    # SQLAlchemy accepts "postgres://" no longer, but many hosting services still hand it out.
+    scheme, separator, rest = url.partition("://")
+    backend, _, driver = scheme.partition("+")
+    if backend not in _DRIVERS or not separator:
+        raise DatabaseUrlError(
+            f"database_url: {redact(url) if separator else url[:20]!r} names no supported database. "
+            f"Use one like {_EXAMPLES}"
+        )
+    default, hint = _DRIVERS[backend]
+    try:
+        parsed = make_url(f"{default}://{rest}")
+    except (ArgumentError, ValueError):
+        raise DatabaseUrlError(f"database_url: cannot be read. Use one like {_EXAMPLES}") from None
+    if driver and parsed.get_driver_name() != driver:
+        raise DatabaseUrlError(
+            f"database_url: the driver {driver!r} is not supported. Write {default}://… or leave it out"
+        )
+    if backend == "sqlite" and (parsed.database in (None, "", ":memory:") or "mode=memory" in rest):
+        raise DatabaseUrlError(
+            "database_url: an SQLite database in memory cannot be shared between threads and processes. "
+            "Name a file: sqlite:///tokenmill.db"
+        )
+    return parsed, hint
+
+
+def _configure_sqlite(connection: Any, _record: Any) -> None:
+    # The driver's own implicit BEGIN is off, so that ours decides what kind of transaction starts.
+    connection.isolation_level = None
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        connection.execute("PRAGMA journal_mode = WAL")
+
+
+def _begin_sqlite(conn: Connection) -> None:
+    # A transaction that starts by reading could not become a writer once another one has written.
+    read_only = conn.get_execution_options().get(_READ_ONLY, False)
+    conn.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _name_the_unavailable(context: ExceptionContext) -> None:
+    if context.is_pre_ping or not (context.is_disconnect or context.connection is None):
+        return
+    url = context.dialect and context.engine and context.engine.url
+    reason = str(context.original_exception).strip().split("\n")[0]
+    where = redact(url) if url else "the database"
+    if context.dialect.name == "sqlite":
+        fix = "Check that the file's folder exists and may be written, and that no other file has its name"
+    else:
+        fix = "Start the server, or correct the database URL (TOKENMILL_DATABASE_URL)"
+    raise DatabaseUnavailableError(f"database {where} is not available ({reason}). {fix}")

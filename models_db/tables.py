@@ -236,7 +236,7 @@ class Result(Base):
     time_to_first_token_s: Mapped[float | None] = mapped_column(Float(53))
     latency_s: Mapped[float] = mapped_column(Float(53))
     created_at: Mapped[datetime] = mapped_column(UTCDateTime)
-    stop_reason: Mapped[str | None] = mapped_column(LongText)
+    stop_reason: Mapped[str | int | None] = mapped_column(JSONType)  # JSON tells "5" from token 5
     text: Mapped[str] = mapped_column(LongText)
     token_ids: Mapped[list[int] | None] = mapped_column(JSONType)
     logprobs: Mapped[list[Any] | None] = mapped_column(JSONType)
