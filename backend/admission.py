@@ -1,7 +1,7 @@
 """Who waits and who runs, for backends that leave batching to someone else or need none.
 
 Waiting rows are admitted into a fixed number of slots by priority, then arrival. Cancels, deadlines and a
-shutdown end a row early, whether it waits or runs. Nothing here locks: the owner calls under its own lock, and
+shutdown end a row early, whether it waits or runs. Nothing here locks: the owner calls under its own lock and
 delivers outcomes after releasing it, because a caller's done-callback may call the backend again.
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from backend.api import EngineDeadError, FinishReason, GenerationHandle, QueueFullError
-
 
 logger = logging.getLogger(__name__)
 
