@@ -1,0 +1,184 @@
+"""What every command shares: options, exit codes, and how errors are shown. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from backend.api import ConfigurationError, RequestError, TokenmillError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from sqlalchemy import Engine
+
+    from workers.settings import Settings
+
+
+class ExitCode(IntEnum):
+    """The process's exit status; the same for every command."""
+
+    OK = 0
+    FAILED = 1  # the work was done, and some of it failed
+    USAGE = 2  # a wrong option, a bad request or a bad input file; nothing was started
+    UNAVAILABLE = 3  # settings, Redis, the database, its schema or the model do not allow the work
+    TIMEOUT = 4  # the time given with --timeout is over; the job goes on
+    INTERRUPTED = 130  # Ctrl-C
+
+
+EXIT_CODES = (
+    "Exit status: 0 done · 1 some of the work failed · 2 wrong option or bad input, nothing started · "
+    "3 settings, Redis, database or model not usable · 4 timed out · 130 interrupted."
+)
+
+BrokerOption = Annotated[
+    str | None,
+    typer.Option("--broker-url", help="Redis to use.  \\[TOKENMILL_BROKER_URL]", show_default=False),
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option("--database-url", help="Database to use.  \\[TOKENMILL_DATABASE_URL]", show_default=False),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Model to ask.  \\[TOKENMILL_MODEL]", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+ChatOption = Annotated[
+    bool,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Send a prompt as one user message through the model's chat template, or as raw text to continue.",
+    ),
+]
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """Shows the errors that are meant for people as one message without a traceback, with their exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; see the class."""
+        from models_db.errors import DatabaseError
+
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except (TokenmillError, DatabaseError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(exit_code_for(error)) from None
+
+
+def exit_code_for(error: Exception) -> ExitCode:
+    """The exit status that an error ends a command with."""
+    from models_db.errors import (
+        DuplicateCustomIdError,
+        IdempotencyConflictError,
+        InvalidValueError,
+        UnknownBatchError,
+        UnknownJobError,
+    )
+
+    if isinstance(error, TimeoutError):
+        return ExitCode.TIMEOUT
+    if getattr(error, "code", "") == "job_failed":
+        return ExitCode.FAILED
+    bad_input = (
+        RequestError,
+        DuplicateCustomIdError,
+        IdempotencyConflictError,
+        InvalidValueError,
+        UnknownBatchError,
+        UnknownJobError,
+    )
+    return ExitCode.USAGE if isinstance(error, bad_input) else ExitCode.UNAVAILABLE
+
+
+def group(**options: Any) -> typer.Typer:
+    """A Typer application with the house's manners."""
+    return typer.Typer(
+        no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, **options
+    )
+
+
+def settings_from(**overrides: Any) -> Settings:
+    """The settings, with the options that were given on the command line."""
+    from workers.settings import load_settings
+
+    return load_settings(**{name: value for name, value in overrides.items() if value is not None})
+
+
+@contextmanager
+def database(settings: Settings, *, check: bool = True) -> Iterator[Engine]:
+    """The settings' database, its schema checked unless told otherwise."""
+    from models_db.migrate import check_schema
+    from models_db.session import make_engine
+
+    engine = make_engine(settings.database_url)
+    try:
+        if check:
+            check_schema(engine)
+        yield engine
+    finally:
+        engine.dispose()
+
+
+def console() -> Console:
+    """Where results go; plain text when it is not a terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def errors() -> Console:
+    """Where progress and notices go, so that standard output can be piped."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def params_from(pairs: list[str]) -> dict[str, Any]:
+    """``["top_p=0.9", "stop=END"]`` → ``{"top_p": 0.9, "stop": "END"}``: values are JSON where they can be.
+
+    Raises:
+        RequestError: a part without ``=``.
+    """
+    import json
+
+    made: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise RequestError(
+                "must be NAME=VALUE", field="--param", value=pair, fix="For example -p top_p=0.9"
+            )
+        try:
+            made[name] = json.loads(value)
+        except ValueError:
+            made[name] = value
+    return made
+
+
+__all__ = [
+    "EXIT_CODES",
+    "BrokerOption",
+    "ChatOption",
+    "CommandGroup",
+    "ConfigurationError",
+    "DatabaseOption",
+    "ExitCode",
+    "JsonOption",
+    "ModelOption",
+    "console",
+    "database",
+    "errors",
+    "exit_code_for",
+    "group",
+    "params_from",
+    "settings_from",
+]

@@ -1,0 +1,192 @@
+"""Checks of everything a job passes through, each with what to do when it is not well."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from backend.api import TokenmillError
+from models_db.errors import DatabaseError
+from models_db.migrate import check_schema
+from models_db.session import make_engine, reading
+from models_db.workers import live_workers
+from workers.broker import Broker
+from workers.settings import Settings, redact_url
+
+_OLDEST_REDIS = (6, 2)
+_TORCH_PACKAGES = ("torch", "transformers", "numpy")
+
+
+class Health(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARNING = "warning"  # works, with a risk
+    BROKEN = "broken"
+    SKIPPED = "skipped"  # something it rests on is broken
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check. ``fix`` is empty when nothing needs to be done."""
+
+    check: str
+    health: Health
+    found: str
+    fix: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe values."""
+        return asdict(self)
+
+
+def examine(settings: Settings, broker: Broker | None = None) -> Iterator[Finding]:
+    """Every finding, in the order of a job's way: settings, Redis, database, schema, workers, model, device."""
+    yield Finding("settings", Health.OK, f"backend {settings.backend}, model {settings.model}")
+    yield from _redis(settings, broker or Broker(settings.broker_url))
+    yield from _database(settings)
+    yield from _model(settings)
+
+
+def _redis(settings: Settings, broker: Broker) -> Iterator[Finding]:
+    try:
+        info = broker.info()
+    except TokenmillError as error:
+        yield Finding("redis", Health.BROKEN, str(error), "redis-server --maxmemory-policy noeviction")
+        return
+    finally:
+        broker.close()
+    version = str(info.get("redis_version", "0"))
+    where = redact_url(settings.broker_url)
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+        wanted = ".".join(map(str, _OLDEST_REDIS))
+        yield Finding(
+            "redis", Health.BROKEN, f"version {version} at {where}", f"Install Redis {wanted} or newer"
+        )
+    else:
+        yield Finding("redis", Health.OK, f"version {version} at {where}")
+    policy = str(info.get("maxmemory_policy", "unknown"))
+    if policy == "noeviction":
+        yield Finding("redis eviction", Health.OK, "noeviction: full memory refuses jobs, never drops them")
+    else:
+        yield Finding(
+            "redis eviction",
+            Health.BROKEN,
+            f"{policy}: Redis may drop queued deliveries when its memory is full",
+            "redis-cli CONFIG SET maxmemory-policy noeviction   (and in redis.conf, to keep it)",
+        )
+    if info.get("aof_enabled"):
+        yield Finding("redis persistence", Health.OK, "append-only file is on")
+    else:
+        yield Finding(
+            "redis persistence",
+            Health.WARNING,
+            "no append-only file: a restart of Redis loses deliveries (the jobs' rows stay)",
+            "redis-cli CONFIG SET appendonly yes   (and in redis.conf, to keep it)",
+        )
+
+
+def _database(settings: Settings) -> Iterator[Finding]:
+    where = redact_url(settings.database_url)
+    try:
+        engine = make_engine(settings.database_url)
+    except DatabaseError as error:
+        yield Finding("database", Health.BROKEN, str(error), "Correct TOKENMILL_DATABASE_URL")
+        return
+    try:
+        try:
+            with reading(engine) as connection:
+                version = ".".join(str(part) for part in connection.dialect.server_version_info or ())
+        except DatabaseError as error:
+            yield Finding(
+                "database", Health.BROKEN, str(error), "Start it, or correct TOKENMILL_DATABASE_URL"
+            )
+            yield Finding("schema", Health.SKIPPED, "the database does not answer")
+            return
+        yield Finding("database", Health.OK, f"{engine.dialect.name} {version} at {where}")
+        try:
+            check_schema(engine)
+        except DatabaseError as error:
+            yield Finding("schema", Health.BROKEN, str(error), "tokenmill db upgrade")
+            return
+        yield Finding("schema", Health.OK, "at the revision that this version needs")
+        with reading(engine) as connection:
+            serving = [worker for worker in live_workers(connection) if worker.model == settings.model]
+        if serving:
+            names = ", ".join(f"{worker.name} ({worker.device or worker.state})" for worker in serving)
+            yield Finding("workers", Health.OK, f"{len(serving)} for {settings.model}: {names}")
+        else:
+            yield Finding(
+                "workers",
+                Health.WARNING,
+                f"none that serves {settings.model}: jobs wait until one is started",
+                "tokenmill worker",
+            )
+    finally:
+        engine.dispose()
+
+
+def _model(settings: Settings) -> Iterator[Finding]:
+    if settings.backend == "echo":
+        yield Finding("model", Health.OK, "the echo backend needs none")
+        yield Finding("device", Health.OK, "the echo backend needs none")
+        return
+    missing = [name for name in _TORCH_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        yield Finding(
+            "model",
+            Health.WARNING,
+            f"{', '.join(missing)} not installed: this host can submit jobs, but not run a worker",
+            "pip install 'tokenmill[worker]'   ('tokenmill[cuda]' on a GPU host)",
+        )
+        yield Finding("device", Health.SKIPPED, "torch is not installed")
+        return
+    yield _model_files(settings)
+    yield _device(settings)
+
+
+def _model_files(settings: Settings) -> Finding:
+    from backend.model_source import SMOLLM2, packaged_smollm2, resolve_model
+
+    name = settings.engine_config.model
+    if name == SMOLLM2 and (packaged := packaged_smollm2()):
+        return Finding("model", Health.OK, f"{name}: {packaged.name}, from its package")
+    if name.endswith(".gguf") and Path(name).expanduser().is_file():
+        return Finding("model", Health.OK, f"{name}: a GGUF file")
+    try:
+        source = resolve_model(name)
+    except TokenmillError as error:
+        return Finding("model", Health.BROKEN, str(error), "Correct TOKENMILL_MODEL or install the model")
+    if source.local:
+        return Finding("model", Health.OK, f"{name}: a folder")
+    return Finding(
+        "model",
+        Health.WARNING,
+        f"{name}: a hub name",
+        "A worker's first start downloads it, if it is not cached",
+    )
+
+
+def _device(settings: Settings) -> Finding:
+    import torch
+
+    wanted = settings.engine_config.device
+    available = torch.cuda.is_available()
+    if wanted.startswith("cuda") and not available:
+        return Finding(
+            "device",
+            Health.BROKEN,
+            f"{wanted} is configured and torch {torch.__version__} sees no CUDA device",
+            "Install a CUDA build of torch and the driver, or set TOKENMILL_ENGINE_DEVICE=auto",
+        )
+    if available and wanted != "cpu":
+        name = torch.cuda.get_device_name(wanted if ":" in wanted else 0)
+        return Finding("device", Health.OK, f"{name}, torch {torch.__version__}")
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return Finding("device", Health.OK, f"CPU with {cores} cores, torch {torch.__version__}")
