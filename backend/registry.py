@@ -33,15 +33,16 @@ def create_backend(name: str, config: EngineConfig) -> Backend:
     entry = _find(name)
     try:
         factory = cast(BackendFactory, entry.load())
-        backend = factory(config)
     except ModuleNotFoundError as exc:
         raise _missing(name, exc) from exc
     except AttributeError as exc:
-        if ":" in name and not hasattr(exc.obj, entry.attr):
-            raise ConfigurationError(
-                f"backend {name!r}: module {entry.module!r} has no {entry.attr!r}. Correct the name"
-            ) from exc
-        raise
+        raise ConfigurationError(
+            f"backend {name!r}: {entry.module!r} has no {entry.attr!r}. Correct its entry point or reference"
+        ) from exc
+    try:
+        backend = factory(config)
+    except ModuleNotFoundError as exc:  # a factory may import its heavy parts late
+        raise _missing(name, exc) from exc
     if not isinstance(backend, Backend):
         raise ConfigurationError(
             f"backend {name!r}: its factory returned {type(backend).__name__}, which lacks a part of the "
