@@ -5,14 +5,20 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, and_, func, insert, or_, select, update
 
-from models_db.jobs import StoredResult
-from models_db.tables import BatchState, JobState
+from models_db.base import utcnow
+from models_db.dialects import chunked
+from models_db.errors import UnknownBatchError
+from models_db.ids import uuid7
+from models_db.jobs import request_cancel
+from models_db.records import RESULT_COLUMNS, StoredResult
+from models_db.tables import Batch, BatchState, Job, JobState, Result
+from models_db.text import check_name, clean_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,30 @@ def create_batch(
     state: BatchState = BatchState.VALIDATING,
     at: datetime | None = None,
 ) -> str:
-    """Insert a batch and return its id."""
-    raise NotImplementedError
+    """Insert a batch and return its id.
+
+    Raises:
+        InvalidValueError: the name is empty, too long, or holds text that a database refuses.
+    """
+    check_name("name", name, 255)
+    check_name("batch_id", batch_id, 36)
+    new_id = batch_id or uuid7()
+    conn.execute(
+        insert(Batch).values(
+            id=new_id,
+            name=name,
+            state=state,
+            total=total,
+            succeeded=0,
+            failed=0,
+            cancelled=0,
+            expired=0,
+            created_at=at or utcnow(),
+            deadline_at=deadline_at,
+            source=None if source is None else clean_text(source),
+        )
+    )
+    return new_id
 
 
 def set_batch_state(
@@ -81,22 +109,36 @@ def set_batch_state(
     error: str | None = None,
     at: datetime | None = None,
 ) -> bool:
-    """Move a batch on; ``False`` when it is terminal already (nothing changes).
+    """Move a batch on; ``False`` when it is terminal already (nothing changes). A terminal state stores its counts.
 
     Raises:
         UnknownBatchError: there is no such batch.
     """
-    raise NotImplementedError
+    if _lock_batch(conn, batch_id).terminal:
+        return False
+    values: dict[str, object] = {"state": state}
+    if total is not None:
+        values["total"] = total
+    if error is not None:
+        values["error"] = clean_text(error)
+    if state.terminal:
+        counts = _job_counts(conn, [batch_id])[batch_id]
+        values["finished_at"] = at or utcnow()
+        values |= {str(job_state): counts[job_state] for job_state in JobState if job_state.terminal}
+    conn.execute(update(Batch).where(Batch.id == batch_id).values(**values))
+    return True
 
 
 def batch_progress(conn: Connection, batch_id: str) -> BatchProgress | None:
     """The batch with live counts, or ``None`` when there is none with this id."""
-    raise NotImplementedError
+    found = _progress(conn, [batch_id])
+    return found[0] if found else None
 
 
 def list_batches(conn: Connection, *, limit: int = 20) -> list[BatchProgress]:
     """The latest batches, newest first."""
-    raise NotImplementedError
+    query = select(Batch.id).order_by(Batch.created_at.desc(), Batch.id.desc()).limit(limit)
+    return _progress(conn, list(conn.scalars(query).all()))
 
 
 def finish_batch_if_done(conn: Connection, batch_id: str, *, at: datetime | None = None) -> BatchState | None:
@@ -104,21 +146,152 @@ def finish_batch_if_done(conn: Connection, batch_id: str, *, at: datetime | None
 
     The end is ``cancelled`` after a cancel, ``expired`` when its deadline has passed and a job expired, and
     otherwise ``completed``. A batch that is still validating never ends here.
+
+    Raises:
+        UnknownBatchError: there is no such batch.
     """
-    raise NotImplementedError
+    now = at or utcnow()
+    state = _lock_batch(conn, batch_id)
+    if state.terminal:
+        return state
+    progress = batch_progress(conn, batch_id)
+    if progress is None or state is BatchState.VALIDATING or progress.done < progress.inserted:
+        return None
+    if state is BatchState.CANCELLING:
+        end = BatchState.CANCELLED
+    elif progress.total is not None and progress.done < progress.total:
+        return None  # lines that are still to be inserted
+    elif (
+        progress.counts[JobState.EXPIRED] and progress.deadline_at is not None and progress.deadline_at <= now
+    ):
+        end = BatchState.EXPIRED
+    else:
+        end = BatchState.COMPLETED
+    set_batch_state(conn, batch_id, end, at=now)
+    return end
 
 
 def request_cancel_batch(
     conn: Connection, batch_id: str, *, at: datetime | None = None
 ) -> dict[JobState, int]:
-    """Cancel a batch: queued jobs end at once, running ones are flagged, the batch is cancelling until all ended.
+    """Cancel a batch: queued jobs end at once, running ones are flagged, it is ``cancelling`` until all ended.
 
     Returns:
         How many of its jobs are in which state afterwards.
+
+    Raises:
+        UnknownBatchError: there is no such batch.
     """
-    raise NotImplementedError
+    if set_batch_state(conn, batch_id, BatchState.CANCELLING, at=at):
+        # By id in chunks, so that rows are locked in the order that claims lock them in.
+        open_jobs = select(Job.id).where(
+            Job.batch_id == batch_id, Job.state.in_((JobState.QUEUED, JobState.RUNNING))
+        )
+        for some in chunked(sorted(conn.scalars(open_jobs).all())):
+            request_cancel(conn, some, at=at)
+        finish_batch_if_done(conn, batch_id, at=at)
+    return dict(_job_counts(conn, [batch_id])[batch_id])
 
 
 def iter_batch_rows(conn: Connection, batch_id: str, *, chunk: int = 500) -> Iterator[BatchRow]:
     """The batch's jobs in input order with their results, read ``chunk`` rows at a time."""
-    raise NotImplementedError
+    query = (
+        select(
+            Job.position,
+            Job.custom_id,
+            Job.id,
+            Job.state,
+            Job.model,
+            Job.error_type,
+            Job.error_message,
+            Result.job_id.label("result_of"),
+            *RESULT_COLUMNS,
+        )
+        .outerjoin(Result, and_(Result.job_id == Job.id, Result.choice == 0))
+        .where(Job.batch_id == batch_id)
+        .order_by(Job.position, Job.id)
+        .limit(chunk)
+    )
+    page = query
+    while rows := conn.execute(page).all():
+        for row in rows:
+            yield BatchRow(
+                position=row.position,
+                custom_id=row.custom_id,
+                job_id=row.id,
+                state=row.state,
+                model=row.model,
+                error_type=row.error_type,
+                error_message=row.error_message,
+                result=None if row.result_of is None else StoredResult.from_row(row),
+            )
+        last = rows[-1]
+        after = or_(Job.position > last.position, and_(Job.position == last.position, Job.id > last.id))
+        page = query.where(after)
+
+
+def _lock_batch(conn: Connection, batch_id: str) -> BatchState:
+    state = conn.scalar(select(Batch.state).where(Batch.id == batch_id).with_for_update())
+    if state is None:
+        raise UnknownBatchError(batch_id)
+    return state
+
+
+def _progress(conn: Connection, batch_ids: Sequence[str]) -> list[BatchProgress]:
+    batches = {row.id: row for row in conn.execute(select(*_BATCH_COLUMNS).where(Batch.id.in_(batch_ids)))}
+    counts = _job_counts(conn, batch_ids)
+    token_query = (
+        select(Job.batch_id, func.sum(Result.prompt_tokens), func.sum(Result.completion_tokens))
+        .join(Result, Result.job_id == Job.id)
+        .where(Job.batch_id.in_(batch_ids))
+        .group_by(Job.batch_id)
+    )
+    tokens = {batch_id: (int(prompt), int(new)) for batch_id, prompt, new in conn.execute(token_query)}
+    progress = []
+    for batch_id in batch_ids:
+        if (row := batches.get(batch_id)) is None:
+            continue
+        prompt_tokens, completion_tokens = tokens.get(batch_id, (0, 0))
+        progress.append(
+            BatchProgress(
+                id=row.id,
+                name=row.name,
+                state=row.state,
+                source=row.source,
+                total=row.total,
+                counts=counts[batch_id],
+                prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens,
+                created_at=row.created_at,
+                finished_at=row.finished_at,
+                deadline_at=row.deadline_at,
+                error=row.error,
+            )
+        )
+    return progress
+
+
+_BATCH_COLUMNS = (
+    Batch.id,
+    Batch.name,
+    Batch.state,
+    Batch.source,
+    Batch.total,
+    Batch.created_at,
+    Batch.finished_at,
+    Batch.deadline_at,
+    Batch.error,
+)
+
+
+def _job_counts(conn: Connection, batch_ids: Sequence[str]) -> dict[str, dict[JobState, int]]:
+    counts = {batch_id: dict.fromkeys(JobState, 0) for batch_id in batch_ids}
+    query = (
+        select(Job.batch_id, Job.state, func.count())
+        .where(Job.batch_id.in_(batch_ids))
+        .group_by(Job.batch_id, Job.state)
+    )
+    for batch_id, state, count in conn.execute(query):
+        if batch_id is not None:
+            counts[batch_id][state] = count
+    return counts

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, get_args
 
-from sqlalchemy import Connection
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
 
-from models_db.tables import JobState
+from models_db.dialects import hour_of
+from models_db.errors import InvalidValueError
+from models_db.tables import Attempt, EngineSample, Job, JobState, Result, Worker
 
 GroupBy = Literal["hour", "model", "worker", "batch"]
 
@@ -37,7 +39,22 @@ class ThroughputRow:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe values."""
-        raise NotImplementedError
+        return asdict(self)
+
+
+_KEYS: dict[GroupBy, ColumnElement[str]] = {
+    "hour": hour_of(Job.finished_at),
+    "model": Job.model.expression,
+    "worker": func.coalesce(Worker.name, ""),
+    "batch": func.coalesce(Job.batch_id, ""),
+}
+
+# A sample belongs to a worker, not to a job, so there is no share of it for a batch.
+_SAMPLE_KEYS: dict[GroupBy, ColumnElement[str]] = {
+    "hour": hour_of(EngineSample.sampled_at),
+    "model": Worker.model.expression,
+    "worker": Worker.name.expression,
+}
 
 
 def throughput(
@@ -49,10 +66,143 @@ def throughput(
     model: str | None = None,
     batch_id: str | None = None,
 ) -> list[ThroughputRow]:
-    """Jobs that ended in [since, until), grouped; hours in order, the rest by tokens, most first."""
-    raise NotImplementedError
+    """Jobs that ended in [since, until), grouped; hours in order, the rest by new tokens, most first.
+
+    Latency and time to first token are those of jobs that succeeded. A job counts for the worker of its latest
+    attempt.
+
+    Raises:
+        InvalidValueError: ``by`` is not one of the four.
+    """
+    if by not in get_args(GroupBy):
+        raise InvalidValueError("by", "must be hour, model, worker or batch", value=repr(by))
+    filters: list[ColumnElement[bool]] = [Job.finished_at.is_not(None)]
+    if since is not None:
+        filters.append(Job.finished_at >= since)
+    if until is not None:
+        filters.append(Job.finished_at < until)
+    if model is not None:
+        filters.append(Job.model == model)
+    if batch_id is not None:
+        filters.append(Job.batch_id == batch_id)
+    active = {} if batch_id is not None else _active_fractions(conn, by, since, until, model)
+    rows = []
+    for row in conn.execute(_grouped(_KEYS[by], filters)):
+        start = row.first_start
+        if by == "hour" and start is not None:
+            start = max(start, datetime.strptime(row.key, "%Y-%m-%d %H:%M").replace(tzinfo=UTC))
+        span = 0.0 if start is None else max(0.0, (row.last_end - start).total_seconds())
+        tokens = int(row.completion_tokens)
+        rows.append(
+            ThroughputRow(
+                key=row.key,
+                jobs=row.jobs,
+                succeeded=int(row.succeeded),
+                failed=int(row.failed),
+                cancelled=int(row.cancelled),
+                expired=int(row.expired),
+                prompt_tokens=int(row.prompt_tokens),
+                cached_tokens=int(row.cached_tokens),
+                completion_tokens=tokens,
+                span_s=span,
+                tokens_per_s=tokens / span if span > 0 else None,
+                latency_p50_s=row.latency_p50,
+                latency_p95_s=row.latency_p95,
+                ttft_p50_s=row.ttft_p50,
+                ttft_p95_s=row.ttft_p95,
+                active_fraction=active.get(row.key),
+            )
+        )
+    if by == "hour":
+        return sorted(rows, key=lambda row: row.key)
+    return sorted(rows, key=lambda row: (-row.completion_tokens, row.key))
+
+
+def _grouped(key: ColumnElement[str], filters: list[ColumnElement[bool]]) -> Select[*tuple[Any, ...]]:
+    succeeded = Job.state == JobState.SUCCEEDED
+    ended = (
+        select(
+            key.label("key"),
+            Job.state,
+            Job.started_at,
+            Job.finished_at,
+            Result.prompt_tokens,
+            Result.cached_tokens,
+            Result.completion_tokens,
+            case((succeeded, Result.latency_s)).label("latency"),
+            case((succeeded, Result.time_to_first_token_s)).label("ttft"),
+        )
+        .select_from(Job)
+        .outerjoin(Result, and_(Result.job_id == Job.id, Result.choice == 0))
+        .outerjoin(Attempt, and_(Attempt.job_id == Job.id, Attempt.number == Job.attempt))
+        .outerjoin(Worker, Worker.id == Attempt.worker_id)
+        .where(*filters)
+        .cte("ended")
+    )
+    # The rank of each time within its group, missing ones last, and how many there are.
+    ranked = select(
+        ended,
+        *(
+            column
+            for value in (ended.c.latency, ended.c.ttft)
+            for column in (
+                func.row_number()
+                .over(partition_by=ended.c.key, order_by=(case((value.is_(None), 1), else_=0), value))
+                .label(f"{value.name}_rank"),
+                func.count(value).over(partition_by=ended.c.key).label(f"{value.name}_count"),
+            )
+        ),
+    ).cte("ranked")
+
+    def percentile(name: str, percent: int) -> ColumnElement[float | None]:
+        # Nearest rank: the smallest time whose rank is at least this share of the count.
+        rank, count = ranked.c[f"{name}_rank"], ranked.c[f"{name}_count"]
+        return func.min(case((rank * 100 >= count * percent, ranked.c[name]))).label(f"{name}_p{percent}")
+
+    def in_state(state: JobState) -> ColumnElement[int]:
+        return func.sum(case((ranked.c.state == state, 1), else_=0)).label(str(state))
+
+    return select(
+        ranked.c.key,
+        func.count().label("jobs"),
+        *(in_state(state) for state in JobState if state.terminal),
+        func.coalesce(func.sum(ranked.c.prompt_tokens), 0).label("prompt_tokens"),
+        func.coalesce(func.sum(ranked.c.cached_tokens), 0).label("cached_tokens"),
+        func.coalesce(func.sum(ranked.c.completion_tokens), 0).label("completion_tokens"),
+        func.min(ranked.c.started_at).label("first_start"),
+        func.max(ranked.c.finished_at).label("last_end"),
+        *(percentile(name, percent) for name in ("latency", "ttft") for percent in (50, 95)),
+    ).group_by(ranked.c.key)
+
+
+def _active_fractions(
+    conn: Connection, by: GroupBy, since: datetime | None, until: datetime | None, model: str | None
+) -> dict[str, float]:
+    key = _SAMPLE_KEYS.get(by)
+    if key is None:
+        return {}
+    active = func.sum(EngineSample.active_fraction * EngineSample.interval_s)
+    query = (
+        select(key.label("key"), (active / func.sum(EngineSample.interval_s)).label("active"))
+        .select_from(EngineSample)
+        .join(Worker, Worker.id == EngineSample.worker_id)
+        .group_by(key)
+    )
+    if since is not None:
+        query = query.where(EngineSample.sampled_at >= since)
+    if until is not None:
+        query = query.where(EngineSample.sampled_at < until)
+    if model is not None:
+        query = query.where(Worker.model == model)
+    return {row.key: float(row.active) for row in conn.execute(query)}
 
 
 def job_counts(conn: Connection, *, model: str | None = None) -> Mapping[JobState, int]:
     """How many jobs are in which state; every state is present."""
-    raise NotImplementedError
+    query = select(Job.state, func.count()).group_by(Job.state)
+    if model is not None:
+        query = query.where(Job.model == model)
+    counts = dict.fromkeys(JobState, 0)
+    for state, count in conn.execute(query):
+        counts[state] = count
+    return counts

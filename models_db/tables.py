@@ -11,7 +11,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
-    Float,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -232,9 +232,9 @@ class Result(Base):
     completion_tokens: Mapped[int] = mapped_column(Integer)
     cached_tokens: Mapped[int] = mapped_column(Integer)
     seed: Mapped[int | None] = mapped_column(BigInteger)
-    queue_time_s: Mapped[float] = mapped_column(Float(53))
-    time_to_first_token_s: Mapped[float | None] = mapped_column(Float(53))
-    latency_s: Mapped[float] = mapped_column(Float(53))
+    queue_time_s: Mapped[float] = mapped_column(Double)
+    time_to_first_token_s: Mapped[float | None] = mapped_column(Double)
+    latency_s: Mapped[float] = mapped_column(Double)
     created_at: Mapped[datetime] = mapped_column(UTCDateTime)
     stop_reason: Mapped[str | int | None] = mapped_column(JSONType)  # JSON tells "5" from token 5
     text: Mapped[str] = mapped_column(LongText)
@@ -257,7 +257,7 @@ class EngineSample(Base):
 
     worker_id: Mapped[str] = mapped_column(ForeignKey("worker.id", ondelete="CASCADE"), primary_key=True)
     sampled_at: Mapped[datetime] = mapped_column(UTCDateTime, primary_key=True)
-    interval_s: Mapped[float] = mapped_column(Float(53))
+    interval_s: Mapped[float] = mapped_column(Double)
     running: Mapped[int] = mapped_column(Integer)
     waiting: Mapped[int] = mapped_column(Integer)
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
@@ -267,10 +267,10 @@ class EngineSample(Base):
     requests_finished: Mapped[int] = mapped_column(Integer)
     requests_failed: Mapped[int] = mapped_column(Integer)
     preemptions: Mapped[int] = mapped_column(Integer)
-    busy_s: Mapped[float] = mapped_column(Float(53))
-    prepare_s: Mapped[float] = mapped_column(Float(53))
-    active_fraction: Mapped[float] = mapped_column(Float(53))
-    kv_used_fraction: Mapped[float] = mapped_column(Float(53))
+    busy_s: Mapped[float] = mapped_column(Double)
+    prepare_s: Mapped[float] = mapped_column(Double)
+    active_fraction: Mapped[float] = mapped_column(Double)
+    kv_used_fraction: Mapped[float] = mapped_column(Double)
 
     __table_args__ = (
         CheckConstraint("interval_s > 0", name="interval"),

@@ -6,20 +6,28 @@ Every function works inside the caller's transaction and never commits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select, update
 
 from models_db.base import utcnow
+from models_db.dialects import insert_or_ignore
 from models_db.ids import uuid7
-from models_db.tables import WorkerState
+from models_db.tables import EngineSample, Worker, WorkerState
+from models_db.text import check_name
+
+_ENDED = (WorkerState.STOPPED, WorkerState.DEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class NewWorker:
-    """A worker process that starts. What only the loaded backend knows may be told later, see ``set_worker_state``."""
+    """A worker process that starts. What only its loaded backend knows may follow in ``set_worker_state``.
+
+    Raises:
+        InvalidValueError: a name is too long or holds text that a database refuses.
+    """
 
     name: str
     host: str
@@ -33,6 +41,14 @@ class NewWorker:
     config: Mapping[str, Any] = field(default_factory=dict)
     id: str = field(default_factory=uuid7)
     started_at: datetime = field(default_factory=utcnow)
+
+    def __post_init__(self) -> None:
+        check_name("id", self.id, 36)
+        check_name("name", self.name, 255)
+        check_name("host", self.host, 255)
+        check_name("version", self.version, 64)
+        check_name("backend", self.backend, 64)
+        check_name("model", self.model, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +105,24 @@ class NewSample:
 
 
 def register_worker(conn: Connection, worker: NewWorker) -> None:
-    """Insert the row of a worker that starts, in state ``starting``. Registering the same id again is harmless."""
-    raise NotImplementedError
+    """Insert the row of a worker that starts, in state ``starting``. Doing it again for the same id is harmless."""
+    row = {spec.name: getattr(worker, spec.name) for spec in fields(worker)} | {
+        "config": dict(worker.config),
+        "state": WorkerState.STARTING,
+        "heartbeat": 0,
+        "heartbeat_at": worker.started_at,
+    }
+    insert_or_ignore(conn, Worker, [row], [Worker.id])
 
 
 def heartbeat(
     conn: Connection, worker_id: str, counter: int, *, at: datetime | None = None
 ) -> WorkerState | None:
-    """Write the counter; returns the state others may have given this worker (``dead``!), ``None`` without a row."""
-    raise NotImplementedError
+    """Write the counter; the state that others may have given this worker (``dead``), or ``None`` without a row."""
+    conn.execute(
+        update(Worker).where(Worker.id == worker_id).values(heartbeat=counter, heartbeat_at=at or utcnow())
+    )
+    return conn.scalar(select(Worker.state).where(Worker.id == worker_id))
 
 
 def set_worker_state(
@@ -108,20 +133,37 @@ def set_worker_state(
     details: WorkerDetails | None = None,
     at: datetime | None = None,
 ) -> bool:
-    """Move a worker on, with what its loaded backend says; ``False`` when it is stopped or dead already."""
-    raise NotImplementedError
+    """Move a worker on, with what its loaded backend says; ``False`` when it has stopped or is dead already."""
+    values: dict[str, Any] = {"state": state}
+    if details is not None:
+        values |= {
+            "device": details.device,
+            "dtype": details.dtype,
+            "slots": details.slots,
+            "config": dict(details.config),
+        }
+    if state in _ENDED:
+        values["stopped_at"] = at or utcnow()
+    statement = update(Worker).where(Worker.id == worker_id, Worker.state.not_in(_ENDED)).values(**values)
+    return conn.execute(statement).rowcount == 1
+
+
+_RECORD_COLUMNS = tuple(getattr(Worker, spec.name) for spec in fields(WorkerRecord))
 
 
 def live_workers(conn: Connection) -> list[WorkerRecord]:
     """Every incarnation that has neither stopped nor been found dead, oldest first."""
-    raise NotImplementedError
+    query = select(*_RECORD_COLUMNS).where(Worker.state.not_in(_ENDED)).order_by(Worker.started_at, Worker.id)
+    return [WorkerRecord(*row) for row in conn.execute(query)]
 
 
 def list_workers(conn: Connection, *, limit: int = 50) -> list[WorkerRecord]:
     """The latest incarnations in any state, newest first."""
-    raise NotImplementedError
+    query = select(*_RECORD_COLUMNS).order_by(Worker.started_at.desc(), Worker.id.desc()).limit(limit)
+    return [WorkerRecord(*row) for row in conn.execute(query)]
 
 
 def add_samples(conn: Connection, samples: Sequence[NewSample]) -> None:
     """Insert samples; one that exists already (same worker, same time) is left alone."""
-    raise NotImplementedError
+    rows = [asdict(sample) for sample in samples]
+    insert_or_ignore(conn, EngineSample, rows, [EngineSample.worker_id, EngineSample.sampled_at])

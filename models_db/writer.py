@@ -1,26 +1,101 @@
-"""The one thread of a worker that talks to the database, in few large transactions."""
+"""The one thread of a worker that talks to the database, in few large transactions.
+
+When it is idle, an operation commits at once. While a transaction runs, others gather and go into the next one, so
+the rows of a transaction grow with the load by themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeVar
+from enum import Enum
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
 
+from models_db import claims, workers
 from models_db.base import utcnow
 from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
+from models_db.errors import DatabaseUnavailableError, WriterStoppedError
+from models_db.faults import Fault, classify
 from models_db.tables import WorkerState
 from models_db.workers import NewSample
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.05
+LONGEST_DELAY_S = 5.0
+MAX_BATCH_BYTES = 4_000_000  # of result text and tokens, roughly
+MAX_BREAKS = 5  # times that one batch may break a connection that works before it is held to be the cause
+
+
+class _Kind(Enum):
+    HEARTBEAT = "heartbeat"
+    FINISH = "finish"
+    RELEASE = "release"
+    CLAIM = "claim"
+    SAMPLE = "sample"
+    CALL = "call"
+
+
+@dataclass(slots=True, eq=False)
+class _Op:
+    kind: _Kind
+    payload: Any
+    future: Future[Any] = field(default_factory=Future)
+
+    def settle(self, value: Any) -> None:
+        with suppress(InvalidStateError):
+            if isinstance(value, _Failure):
+                self.future.set_exception(value.error)
+            else:
+                self.future.set_result(value)
+
+    def size(self) -> int:
+        """Roughly the bytes that it sends."""
+        result = self.payload.result if self.kind is _Kind.FINISH else None
+        if result is None:
+            return 1000
+        return 1000 + len(result.text) + 6 * len(result.token_ids or ()) + 300 * len(result.logprobs or ())
+
+
+@dataclass(slots=True, frozen=True)
+class _Failure:
+    error: BaseException
+
+
+@dataclass(slots=True)
+class _Batch:
+    ops: list[_Op]
+    now: datetime  # stays the same through retries, so that a replay recognises its own rows
+    replay: bool = False  # a commit may have gone through although its answer got lost
+    breaks: int = 0
+
 
 class DatabaseThread:
     """Takes claims, results, heartbeats and samples from any thread and commits them in batches.
 
-    Every method returns a ``Future`` at once; its callbacks run on this thread and must be quick.
+    Every method returns a ``Future`` at once; its callbacks run on this thread and must be quick. Operations that
+    wait together have no order among each other: wait for the future of one that another depends on. An operation
+    that the database refuses fails alone, with its own error. While the database is away everything waits, and
+    nothing is lost; ``healthy`` and ``on_health`` tell.
+
+    Args:
+        engine: from ``models_db.session.make_engine``; one of its connections stays in use.
+        worker_id: the incarnation that claims, finishes and beats.
+        dead_ids: asked before each claim for the incarnations whose jobs may be taken over; must be quick.
+        now: the clock of all stored times.
+        sleep: waits between tries while the database is away; by default until ``stop`` gives up.
+        max_batch: operations in one transaction at most.
+        on_health: called on this thread whenever ``healthy`` changes, with the error that made it false.
     """
 
     def __init__(
@@ -30,45 +105,289 @@ class DatabaseThread:
         *,
         dead_ids: Callable[[], Collection[str]] = frozenset,
         now: Callable[[], datetime] = utcnow,
-        sleep: Callable[[float], None] | None = None,
+        sleep: Callable[[float], object] | None = None,
         max_batch: int = 256,
         on_health: Callable[[bool, BaseException | None], None] | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._engine = engine
+        self._worker_id = worker_id
+        self._dead_ids = dead_ids
+        self._now = now
+        self._given_up = threading.Event()
+        self._sleep = sleep or self._given_up.wait
+        self._max_batch = max_batch
+        self._on_health = on_health
+        self._healthy = True
+        self._connection: Connection | None = None
+        self._changed = threading.Condition()
+        self._urgent: deque[_Op] = deque()
+        self._waiting: deque[_Op] = deque()
+        self._alone: deque[_Batch] = deque()  # what shared a batch with an operation that failed
+        self._in_flight = 0
+        self._stopping = False
+        self._left_behind = False
+        self._thread = threading.Thread(target=self._run, name="tokenmill-database", daemon=True)
+
+    # ------------------------------------------------------------------------------------------ from any thread
 
     def start(self) -> None:
-        """Start the thread."""
-        raise NotImplementedError
+        """Start the thread. What was submitted before is taken then."""
+        self._thread.start()
 
     def claim(self, item: ClaimItem) -> Future[ClaimOutcome]:
-        raise NotImplementedError
+        """See ``models_db.claims.claim``."""
+        return self._submit(_Op(_Kind.CLAIM, item))
 
     def finish(self, item: FinishItem) -> Future[bool]:
-        raise NotImplementedError
+        """See ``models_db.claims.finish``; true once result and state are committed, false for a duplicate."""
+        return self._submit(_Op(_Kind.FINISH, item))
 
     def release(self, item: ReleaseItem) -> Future[bool]:
-        raise NotImplementedError
+        """See ``models_db.claims.release``."""
+        return self._submit(_Op(_Kind.RELEASE, item))
 
     def heartbeat(self, counter: int) -> Future[WorkerState | None]:
-        raise NotImplementedError
+        """See ``models_db.workers.heartbeat``. Goes before everything that waits; of several the last counts."""
+        return self._submit(_Op(_Kind.HEARTBEAT, counter))
 
     def sample(self, sample: NewSample) -> Future[None]:
-        raise NotImplementedError
+        """See ``models_db.workers.add_samples``."""
+        return self._submit(_Op(_Kind.SAMPLE, sample))
 
     def call(self, work: Callable[[Connection], T]) -> Future[T]:
-        """Run ``work`` inside a batch's transaction; it may run again after a rollback."""
-        raise NotImplementedError
+        """Run ``work`` inside a batch's transaction, which it must not end; it may run again after a rollback."""
+        return self._submit(_Op(_Kind.CALL, work))
 
     @property
     def healthy(self) -> bool:
         """Whether the database answered last time."""
-        raise NotImplementedError
+        return self._healthy
 
     @property
     def pending(self) -> int:
-        """Operations not yet committed."""
-        raise NotImplementedError
+        """Operations not yet settled."""
+        with self._changed:
+            return len(self._urgent) + len(self._waiting) + len(self._alone) + self._in_flight
 
     def stop(self, drain: bool = True, timeout_s: float | None = None) -> bool:
-        """Stop; with ``drain`` what waits is committed first. Returns whether nothing was left behind."""
-        raise NotImplementedError
+        """Stop, and wait for the thread to end.
+
+        With ``drain`` what waits is committed first, for as long as that takes or until ``timeout_s``. What is left
+        then fails with ``WriterStoppedError``. Returns whether the thread has ended with nothing left behind.
+        """
+        with self._changed:
+            self._stopping = True
+            if not drain:
+                self._given_up.set()
+            self._changed.notify_all()
+        if self._thread.ident is None:
+            self._fail_waiting()
+            return not self._left_behind
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._given_up.set()
+            # The statement that runs now ends by the driver's own timeout at the latest.
+            self._thread.join(2 * LONGEST_DELAY_S)
+        return not self._left_behind and not self._thread.is_alive()
+
+    def _submit(self, op: _Op) -> Future[Any]:
+        with self._changed:
+            if self._stopping:
+                raise WriterStoppedError("the database thread has stopped and takes nothing more")
+            (self._urgent if op.kind is _Kind.HEARTBEAT else self._waiting).append(op)
+            self._changed.notify()
+        return op.future
+
+    # ------------------------------------------------------------------------------------------ on the thread
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._next_batch()) is not None:
+                self._commit(batch)
+                with self._changed:
+                    self._in_flight = 0
+        except BaseException:
+            logger.exception("the database thread died")
+            raise
+        finally:
+            with self._changed:
+                self._stopping = True
+            self._fail_waiting()
+            self._disconnect()
+
+    def _next_batch(self) -> _Batch | None:
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._urgent or self._waiting or self._alone or self._stopping)
+                if self._given_up.is_set() or not (self._urgent or self._waiting or self._alone):
+                    return None
+                one_alone = self._alone and not self._urgent
+                batch = self._alone.popleft() if one_alone else _Batch(self._take(), self._now())
+                self._in_flight = len(batch.ops)
+                if batch.ops:
+                    return batch
+
+    def _take(self) -> list[_Op]:
+        """The heartbeats, then what waits up to the limits, without what has been cancelled meanwhile."""
+        ops = [op for op in self._urgent if op.future.set_running_or_notify_cancel()]
+        self._urgent.clear()
+        size = 0
+        while self._waiting and not self._alone and len(ops) < self._max_batch and size < MAX_BATCH_BYTES:
+            op = self._waiting.popleft()
+            if op.future.set_running_or_notify_cancel():
+                ops.append(op)
+                size += op.size()
+        return ops
+
+    def _commit(self, batch: _Batch) -> None:
+        """Commit a batch and settle its futures, however often it takes."""
+        delay = FIRST_DELAY_S
+        while True:
+            try:
+                values = self._transact(batch)
+            except Exception as exc:
+                fault = classify(exc)
+                if fault is Fault.AWAY:
+                    self._disconnect()
+                    if batch.breaks < MAX_BREAKS:
+                        self._set_health(False, exc)
+                    else:
+                        fault = (
+                            Fault.OTHER
+                        )  # the database answers each time: this batch is what it cannot bear
+                if fault is Fault.OTHER:
+                    self._set_health(True, None)
+                    self._isolate(batch, exc)
+                    return
+                if self._given_up.is_set():
+                    self._left_behind = True
+                    self._settle(batch, [_Failure(_stopped(exc))] * len(batch.ops))
+                    return
+                self._sleep(delay)
+                delay = min(2 * delay, LONGEST_DELAY_S)
+            else:
+                self._set_health(True, None)
+                self._settle(batch, values)
+                return
+
+    def _transact(self, batch: _Batch) -> list[Any]:
+        conn = self._connect()
+        try:
+            transaction = conn.begin()
+            try:
+                values = self._execute(conn, batch)
+                batch.replay = True  # from here on nobody can tell until the answer is there
+                transaction.commit()
+            except BaseException:
+                with suppress(Exception):
+                    transaction.rollback()
+                raise
+        except DatabaseUnavailableError:
+            batch.breaks += 1
+            raise
+        return values
+
+    def _execute(self, conn: Connection, batch: _Batch) -> list[Any]:
+        """Every kind in one call; the value of each operation, in the batch's order."""
+        values: dict[_Op, Any] = {}
+        when: dict[str, Any] = {"now": batch.now, "replay": batch.replay}
+
+        def of(kind: _Kind) -> tuple[list[_Op], list[Any]]:
+            ops = [op for op in batch.ops if op.kind is kind]
+            return ops, [op.payload for op in ops]
+
+        ops, counters = of(_Kind.HEARTBEAT)
+        if ops:
+            state = workers.heartbeat(conn, self._worker_id, max(counters), at=batch.now)
+            values.update(dict.fromkeys(ops, state))
+        ops, items = of(_Kind.FINISH)
+        if ops:
+            values.update(zip(ops, claims.finish(conn, items, self._worker_id, **when), strict=True))
+        ops, items = of(_Kind.RELEASE)
+        if ops:
+            values.update(zip(ops, claims.release(conn, items, self._worker_id, **when), strict=True))
+        ops, items = of(_Kind.CLAIM)
+        if ops:
+            outcomes = claims.claim(conn, items, self._worker_id, self._dead_ids(), **when)
+            values.update(zip(ops, outcomes, strict=True))
+        ops, items = of(_Kind.SAMPLE)
+        if ops:
+            workers.add_samples(conn, items)
+            values.update(dict.fromkeys(ops, None))
+        for op in of(_Kind.CALL)[0]:
+            with _spared(conn, op, values):
+                values[op] = op.payload(conn)
+        return [values[op] for op in batch.ops]
+
+    def _isolate(self, batch: _Batch, error: Exception) -> None:
+        """Run the batch's operations one by one, so that only the one to blame fails."""
+        if len(batch.ops) == 1:
+            self._settle(batch, [_Failure(error)])
+            return
+        alone = [_Batch([op], batch.now, batch.replay) for op in batch.ops]
+        with self._changed:
+            self._alone.extendleft(reversed(alone))
+
+    def _settle(self, batch: _Batch, values: list[Any]) -> None:
+        for op, value in zip(batch.ops, values, strict=True):
+            op.settle(value)
+
+    def _fail_waiting(self) -> None:
+        """Fail everything that has not been committed."""
+        with self._changed:
+            ops = [*self._urgent, *(op for batch in self._alone for op in batch.ops), *self._waiting]
+            self._urgent.clear()
+            self._alone.clear()
+            self._waiting.clear()
+        for op in ops:
+            if op.future.running() or op.future.set_running_or_notify_cancel():
+                self._left_behind = True
+                op.settle(_Failure(_stopped(None)))
+
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._engine.connect()
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            with suppress(Exception):
+                connection.close()
+
+    def _set_health(self, healthy: bool, error: BaseException | None) -> None:
+        if healthy == self._healthy:
+            return
+        self._healthy = healthy
+        if healthy:
+            logger.warning("the database answers again")
+        else:
+            logger.warning("the database is away, and what waits for it is kept: %s", error)
+        if self._on_health is not None:
+            try:
+                self._on_health(healthy, error)
+            except Exception:
+                logger.exception("on_health failed")
+
+
+def _stopped(cause: BaseException | None) -> WriterStoppedError:
+    error = WriterStoppedError(
+        "the database thread stopped before this was committed" + (f" ({cause})" if cause else "")
+    )
+    error.__cause__ = cause
+    return error
+
+
+@contextmanager
+def _spared(conn: Connection, op: _Op, values: dict[_Op, Any]) -> Iterator[None]:
+    """Run a caller's own work under a savepoint, so that its error costs its neighbours nothing."""
+    savepoint = conn.begin_nested()
+    try:
+        yield
+    except Exception as exc:
+        if classify(exc) is not Fault.OTHER:
+            raise
+        savepoint.rollback()
+        values[op] = _Failure(exc)
+    else:
+        savepoint.commit()
