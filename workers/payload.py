@@ -118,7 +118,7 @@ class GeneratePayload(SamplingParams):
 
         Raises:
             UnknownModelError: the model is not one that this fleet serves.
-            RequestError: the prompt is longer than ``max_prompt_chars``.
+            RequestError: the prompt is longer than ``max_prompt_chars``, or a stream is asked for.
         """
         accepted = settings.accepted_models
         if self.model not in accepted:
@@ -135,6 +135,10 @@ class GeneratePayload(SamplingParams):
                 field="prompt" if self.prompt is not None else "messages",
                 value=length,
                 fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
+            )
+        if self.stream:
+            raise RequestError(
+                "is not available through the fleet yet", field="stream", value=True, fix="Leave it out"
             )
 
     def sampling(self) -> SamplingParams:

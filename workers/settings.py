@@ -162,8 +162,8 @@ class Settings(BaseSettings):
         8.0,
         ge=2,
         description="a delivery whose lease was not renewed for so long is delivered again. The leases of "
-        "all that is in flight are renewed each second, so this bounds recovery after a kill and not the length "
-        "of a job; keep it above dead_after_s, or the new delivery waits until the death is certain",
+        "all that is in flight are renewed each second, so this bounds recovery after a kill, not the length of "
+        "a job; keep it above dead_after_s, or the new delivery waits until the death is certain",
     )
     lease_interval_s: float = Field(1.0, gt=0, description="between two renewals of the leases in flight")
     result_expires_s: float = Field(

@@ -1,0 +1,82 @@
+"""The Celery application of a worker: JSON only, late acknowledgement, short leases, results in Redis.
+
+Client programs need none of this: any language can send ``tokenmill.generate`` (see ``workers.payload``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from celery import Celery
+from kombu import Queue
+
+from workers.control import register_commands
+from workers.leases import Leases
+from workers.payload import queue_for
+from workers.settings import Settings
+from workers.tasks import GenerateTask
+
+POOL = "workers.pool:EnginePool"
+
+
+class TokenmillApp(Celery):  # type: ignore[misc]
+    """A Celery application that knows its settings."""
+
+    settings: Settings
+
+
+def make_app(settings: Settings) -> TokenmillApp:
+    """Build the application. Nothing is connected, loaded or made current yet."""
+    app = TokenmillApp("tokenmill", set_as_current=False)
+    app.settings = settings
+    app.conf.update(celery_config(settings))
+    app.register_task(GenerateTask())
+    app.steps["consumer"].add(Leases)
+    register_commands()
+    return app
+
+
+def celery_config(settings: Settings) -> dict[str, Any]:
+    """Celery's configuration. What it says beyond names and URLs is what delivery rests on."""
+    queue = queue_for(settings.model)
+    expires = settings.result_expires_s or None
+    return {
+        "broker_url": settings.broker_url,
+        "broker_connection_retry_on_startup": True,
+        "broker_transport_options": transport_options(settings),
+        "result_backend": settings.celery_result_backend_url,
+        "result_expires": expires,
+        "result_serializer": "json",
+        "task_serializer": "json",
+        "accept_content": ["json"],
+        "result_accept_content": ["json"],
+        "task_default_queue": queue,
+        "task_queues": [Queue(queue)],
+        "task_acks_late": True,
+        # Only Celery's prefork pool can tell a lost child from a failure; a single-process worker that dies is
+        # covered by redelivery. Set all the same, for the tasks of other people that such a worker may run.
+        "task_reject_on_worker_lost": True,
+        "task_send_sent_event": False,
+        "worker_pool": POOL,
+        "worker_concurrency": settings.engine_config.max_num_seqs,
+        "worker_prefetch_multiplier": 1,  # Leases adds the headroom
+        "worker_enable_prefetch_count_reduction": False,
+        # Jobs outlive a lost connection: they finish and commit, and the new delivery joins or finds the result.
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        # SQL says what has run already.
+        "worker_deduplicate_successful_tasks": False,
+        "worker_send_task_events": False,
+    }
+
+
+def transport_options(settings: Settings) -> dict[str, Any]:
+    """Options of kombu's Redis transport: leases that end soon are looked for each second."""
+    return {
+        "visibility_timeout": settings.visibility_timeout_s,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+        # A worker killed while it restores must not keep the others from it for the default five minutes.
+        "unacked_mutex_expire": max(2, math.ceil(settings.visibility_timeout_s)),
+        "socket_keepalive": True,
+    }

@@ -1,0 +1,145 @@
+"""The few threads that run Celery's tracer, and whatever other tasks the worker is sent."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from billiard.einfo import ExceptionInfo
+from celery import states
+from celery.app.task import Context
+from celery.utils.log import get_logger
+
+from workers.intake import Call, Delivery
+from workers.tasks import GenerateTask, Outcome
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+Action = Callable[[], None]
+
+
+class Threads:
+    """A fixed number of threads that take work in order. Unlike an executor's, they never hold up the exit."""
+
+    def __init__(self, count: int, name: str = "finaliser") -> None:
+        self._work: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"{name}-{n}", daemon=True) for n in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start(self) -> None:
+        """Start them."""
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run ``work`` in one of them."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                value = work()
+            except BaseException as exc:
+                future.set_exception(exc)
+            else:
+                future.set_result(value)
+
+        self._work.put(run)
+        return future
+
+    def stop(self, timeout_s: float) -> None:
+        """End them after the work that waits; those that are still busy then are left behind."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while (run := self._work.get()) is not None:
+            run()
+
+
+class Finaliser:
+    """Runs the unmodified tracer on committed outcomes, then the callbacks on the main thread."""
+
+    def __init__(self, task: GenerateTask, threads: Threads, post: Callable[[Action], None]) -> None:
+        self._task = task
+        self._threads = threads
+        self._post = post
+        self._starts: dict[int, Future[None]] = {}
+
+    def started(self, delivery: Delivery) -> None:
+        """Store Celery's STARTED, if asked for, when the job enters the backend rather than when it has ended."""
+        if self._task.track_started and delivery.call is not None and not delivery.request.ignore_result:
+            self._starts[delivery.number] = self._threads.submit(partial(self._store_started, delivery))
+
+    def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
+        """Run the tracer with this outcome; ``callback`` and ``then`` follow on the main thread."""
+        assert delivery.call is not None
+        self._threads.submit(partial(self._trace, delivery, delivery.call, outcome, runtime_s, then))
+
+    def _store_started(self, delivery: Delivery) -> None:
+        request = delivery.request
+        try:
+            self._task.backend.store_result(
+                request.id,
+                {"pid": request.worker_pid, "hostname": request.hostname},
+                states.STARTED,
+                request=Context(request.request_dict),
+            )
+        except Exception as exc:
+            logger.warning("STARTED of job %s is not stored: %r", request.id, exc)
+
+    def _trace(
+        self,
+        delivery: Delivery,
+        call: Call,
+        outcome: Outcome,
+        runtime_s: float | None,
+        then: Action,
+    ) -> None:
+        if start := self._starts.pop(delivery.number, None):
+            start.result()  # STARTED must not overwrite what comes now
+        with self._task.outcome(outcome):
+            finish = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
+
+        def complete() -> None:
+            delivery.request.settle()
+            try:
+                if not delivery.abandoned:
+                    finish()
+            finally:
+                then()
+
+        self._post(complete)
+
+
+def run_call(
+    call: Call,
+    callback: Callable[[Any], None] | None,
+    error_callback: Callable[[Any], None] | None,
+    runtime_s: float | None = None,
+) -> Action:
+    """Call the tracer now; the action returned tells Celery and belongs on the main thread.
+
+    The tracer itself stores failures of tasks. What it raises all the same (a ``Reject``, a result backend that
+    is away) goes to ``error_callback``.
+    """
+    try:
+        failed, value, measured = call.target(*call.args, **call.kwargs)
+    except BaseException:
+        info = ExceptionInfo()
+        return partial(error_callback, info) if error_callback is not None else _nothing
+    outcome = (failed, value, measured if runtime_s is None else runtime_s)
+    return partial(callback, outcome) if callback is not None else _nothing
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,256 @@
+"""One incarnation of a worker: its row, its heartbeat, its samples, and whom it holds for dead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from celery.utils.log import get_logger
+from sqlalchemy import Connection, select
+
+from backend.api import Backend, BackendStats, TokenmillError
+from models_db.jobs import cancelled_running
+from models_db.tables import Job, WorkerState
+from models_db.workers import NewSample, NewWorker, WorkerDetails, live_workers, set_worker_state
+from models_db.writer import DatabaseThread
+from workers.settings import Settings
+
+logger = get_logger(__name__)
+
+
+class DeclaredDeadError(TokenmillError):
+    """Others hold this incarnation for dead and take its jobs over; it must start anew."""
+
+    code = "declared_dead"
+
+
+class DeathWatch:
+    """Who is dead: whose counter has not moved for ``dead_after_s`` on our own monotonic clock.
+
+    No clock of anyone else is looked at. After a gap in our own sight every worker gets its full time again:
+    we were blind, they need not have been still.
+    """
+
+    def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
+        self._dead_after = dead_after_s
+        self._longest_gap = longest_gap_s
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._last_look: float | None = None
+
+    def look(self, counters: Mapping[str, int], now: float) -> frozenset[str]:
+        """Take note of the counters of all workers that claim to live; returns those that do not."""
+        blind = self._last_look is None or now - self._last_look > self._longest_gap
+        self._last_look = now
+        seen = {}
+        for worker_id, counter in counters.items():
+            before = self._seen.get(worker_id)
+            moved = blind or before is None or before[0] != counter
+            seen[worker_id] = (counter, now) if moved or before is None else before
+        self._seen = seen
+        return frozenset(
+            worker_id for worker_id, (_, since) in seen.items() if now - since > self._dead_after
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What one look at the database shows."""
+
+    counters: dict[str, int]
+    owners: set[str]  # of running jobs
+    cancelled: list[str]  # our jobs that someone wants cancelled
+
+
+class Incarnation:
+    """The life of one worker process as the database sees it.
+
+    Args:
+        on_cancel: takes ids of jobs of ours that carry the cancel flag; called on the database thread.
+        on_dead: called once when others hold us for dead; called on the database thread.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        row: NewWorker,
+        *,
+        on_cancel: Callable[[Collection[str]], None],
+        on_dead: Callable[[DeclaredDeadError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.id = row.id
+        self._settings = settings
+        self._on_cancel = on_cancel
+        self._on_dead = on_dead
+        self._clock = clock
+        gap = settings.dead_after_s / 2
+        self._watch = DeathWatch(settings.dead_after_s, max(gap, 2 * settings.heartbeat_interval_s))
+        self._db: DatabaseThread | None = None
+        self._backend: Backend | None = None
+        self._dead: frozenset[str] = frozenset()
+        self._buried: set[str] = set()
+        self._counter = 0
+        self._beating: list[Future[Any]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._sampler: Sampler | None = None
+
+    def dead_ids(self) -> frozenset[str]:
+        """Incarnations whose jobs may be taken over; for the claim, from any thread."""
+        return self._dead
+
+    def start(self, db: DatabaseThread) -> None:
+        """Begin to beat, before the model is loaded: loading can take longer than death."""
+        self._db = db
+        self._thread = threading.Thread(target=self._loop, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def online(self, backend: Backend) -> None:
+        """The backend is loaded: say what it is, and sample it from now on."""
+        info = backend.info()
+        details = WorkerDetails(info.device, info.dtype, info.slots, dict(info.details))
+        self._set_state(WorkerState.ONLINE, details)
+        self._sampler = Sampler(self.id, self._clock(), backend.stats())
+        self._backend = backend
+
+    def draining(self) -> None:
+        """A shutdown has begun."""
+        self._set_state(WorkerState.DRAINING)
+
+    def stop(self) -> None:
+        """Write the last sample and the end. The database thread commits them when it stops."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._sample()
+        self._set_state(WorkerState.STOPPED)
+
+    def beat(self) -> None:
+        """One heartbeat and one look around; leaves out its turn while the last one is not committed."""
+        if self._db is None or any(not future.done() for future in self._beating):
+            return
+        self._counter += 1
+        alive = self._db.heartbeat(self._counter)
+        alive.add_done_callback(self._on_alive)
+        look = self._db.call(self._look)
+        look.add_done_callback(self._on_look)
+        self._beating = [alive, look]
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    def _loop(self) -> None:
+        next_sample = self._clock() + self._settings.sample_interval_s
+        while True:
+            self.beat()
+            if self._clock() >= next_sample:
+                self._sample()
+                next_sample += self._settings.sample_interval_s
+            if self._stop.wait(self._settings.heartbeat_interval_s):
+                return
+
+    def _look(self, conn: Connection) -> _Sight:
+        return _Sight(
+            {worker.id: worker.heartbeat for worker in live_workers(conn)},
+            {
+                owner
+                for owner in conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct())
+                if owner is not None
+            },
+            cancelled_running(conn, self.id),
+        )
+
+    def _on_look(self, future: Future[_Sight]) -> None:
+        if future.exception() is not None:
+            return
+        sight = future.result()
+        silent = self._watch.look(sight.counters, self._clock()) - {self.id}
+        gone = sight.owners - sight.counters.keys() - {self.id}  # stopped, or found dead by others
+        self._dead = silent | gone
+        for worker_id in silent - self._buried:
+            self._buried.add(worker_id)
+            logger.warning("Worker %s is dead: no heartbeat for %gs", worker_id, self._settings.dead_after_s)
+            self._set_state(WorkerState.DEAD, worker_id=worker_id)
+        if sight.cancelled:
+            self._on_cancel(sight.cancelled)
+
+    def _on_alive(self, future: Future[WorkerState | None]) -> None:
+        if future.exception() is None and future.result() is WorkerState.DEAD and not self._stop.is_set():
+            self._on_dead(
+                DeclaredDeadError("other workers saw no heartbeat and take the jobs of this one over")
+            )
+
+    def _set_state(
+        self, state: WorkerState, details: WorkerDetails | None = None, worker_id: str | None = None
+    ) -> None:
+        if self._db is not None:
+            target = worker_id or self.id
+            self._db.call(lambda conn: set_worker_state(conn, target, state, details=details))
+
+    def _sample(self) -> None:
+        if self._db is None or self._backend is None or self._sampler is None:
+            return
+        if sample := self._sampler.sample(self._clock(), self._backend.stats()):
+            self._db.sample(sample)
+
+
+class Sampler:
+    """Turns a backend's growing counters into rows of ``engine_sample``."""
+
+    def __init__(self, worker_id: str, now: float, stats: BackendStats) -> None:
+        self._worker_id = worker_id
+        self._at = now
+        self._before = stats
+
+    def sample(self, now: float, stats: BackendStats) -> NewSample | None:
+        """The interval since the last call; none when no time has passed."""
+        interval = now - self._at
+        if interval <= 0:
+            return None
+        before, self._before, self._at = self._before, stats, now
+        busy = max(0.0, stats.busy_s - before.busy_s)
+        used = 1 - stats.kv_blocks_free / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        return NewSample(
+            worker_id=self._worker_id,
+            interval_s=interval,
+            running=stats.running,
+            waiting=stats.waiting,
+            prompt_tokens=stats.prompt_tokens - before.prompt_tokens,
+            cached_tokens=stats.cached_tokens - before.cached_tokens,
+            generated_tokens=stats.generated_tokens - before.generated_tokens,
+            steps=stats.steps - before.steps,
+            requests_finished=stats.requests_finished - before.requests_finished,
+            requests_failed=stats.requests_failed - before.requests_failed,
+            preemptions=stats.preemptions - before.preemptions,
+            busy_s=busy,
+            prepare_s=max(0.0, stats.prepare_s - before.prepare_s),
+            active_fraction=min(1.0, busy / interval),
+            kv_used_fraction=min(1.0, max(0.0, used)),
+        )
+
+
+def new_worker(settings: Settings) -> NewWorker:
+    """The row of this process as it starts."""
+    config = settings.engine_config
+    try:
+        release = version("tokenmill")
+    except PackageNotFoundError:
+        release = "unknown"
+    return NewWorker(
+        name=settings.worker_name,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        version=release,
+        backend=settings.backend,
+        model=settings.model,
+        device=config.device,
+        dtype=config.dtype,
+        slots=config.max_num_seqs,
+        config=config.model_dump(mode="json"),
+    )

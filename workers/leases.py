@@ -1,0 +1,90 @@
+"""Leases: what is in flight here stays ours for as long as we live, and no longer.
+
+Kombu's Redis transport keeps each unacknowledged delivery in a sorted set whose score is when it was received,
+and delivers again what is older than the visibility timeout. Renewing the scores each second, on Redis's own
+clock, is what lets that timeout be short while jobs run for hours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import bootsteps
+from celery.utils.log import get_logger
+from celery.worker.consumer.tasks import Tasks
+from kombu.transport import virtual
+
+logger = get_logger(__name__)
+
+# XX: a lease that another worker has ended must not come back to life.
+_RENEW = """
+local now = redis.call('TIME')
+local score = now[1] + now[2] / 1000000
+for _, tag in ipairs(ARGV) do
+    redis.call('ZADD', KEYS[1], 'XX', score, tag)
+end
+return #ARGV
+"""
+_CHUNK = 4000
+
+
+def renew(channel: Any) -> int:
+    """Renew the lease of every unacknowledged delivery of the channel; returns how many there are.
+
+    Raises the client's connection errors.
+    """
+    qos = channel.qos
+    tags = [tag for tag in tuple(qos._delivered) if tag not in qos._dirty]
+    for start in range(0, len(tags), _CHUNK):
+        channel.client.eval(_RENEW, 1, channel.unacked_index_key, *tags[start : start + _CHUNK])
+    return len(tags)
+
+
+def give_back(message: Any, log: Any, errors: tuple[type[BaseException], ...], *, front: bool) -> None:
+    """Put an unacknowledged message back at the front or the end of its queue.
+
+    A lost connection is only logged: the lease ends by itself and the message is delivered again.
+    """
+    channel = message.channel
+    try:
+        if front:
+            channel.qos.restore_by_tag(message.delivery_tag)
+            virtual.QoS.ack(channel.qos, message.delivery_tag)
+        else:
+            channel.basic_reject(message.delivery_tag, requeue=True)
+    except errors as exc:
+        log.warning("Could not hand back %s (%r); its lease ends by itself", message.delivery_tag, exc)
+
+
+class Leases(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Consumer step: adds the prefetch headroom, and keeps the leases alive from then on.
+
+    Celery cancels the timer when the connection is lost. At a warm shutdown it goes on: the pool fires the
+    hub's timers while it drains.
+    """
+
+    requires = (Tasks,)
+
+    def __init__(self, consumer: Any, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
+
+    def start(self, consumer: Any) -> None:
+        settings = consumer.app.settings
+        slots = consumer.pool.num_processes
+        wanted = slots + settings.headroom(slots)
+        missing = wanted - consumer.qos.value
+        if missing > 0:
+            consumer.qos.increment_eventually(missing)
+        elif missing < 0:
+            consumer.qos.decrement_eventually(-missing)
+        channel = consumer.task_consumer.channel
+        consumer.timer.call_repeatedly(settings.lease_interval_s, self._renew, (channel,))
+
+    def stop(self, consumer: Any) -> None:
+        """Nothing to do: see the class."""
+
+    def _renew(self, channel: Any) -> None:
+        try:
+            renew(channel)
+        except channel.connection_errors as exc:
+            logger.debug("Leases not renewed: %r", exc)

@@ -1,0 +1,390 @@
+"""Celery's pool, which runs jobs in a backend instead of threads or processes.
+
+``on_apply`` only puts a delivery into the table (``workers.delivery``). The rest of this file brings a worker up
+(schema, row, heartbeat, backend) and down (drain, hand back, commit) in the order that loses nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from celery.concurrency.base import BasePool
+from celery.exceptions import WorkerShutdown
+from celery.utils.log import get_logger
+from celery.worker import state
+from sqlalchemy import Engine
+
+from backend.api import Backend, ConfigurationError, EngineDeadError, TokenmillError
+from backend.registry import create_backend
+from models_db.errors import DatabaseError, DatabaseUnavailableError
+from models_db.migrate import check_schema
+from models_db.session import make_engine, transaction
+from models_db.workers import register_worker
+from models_db.writer import DatabaseThread
+from workers.delivery import DeliveryTable
+from workers.finaliser import Finaliser, Threads, run_call
+from workers.incarnation import Incarnation, new_worker
+from workers.intake import Call, Delivery
+from workers.payload import TASK_NAME, queue_for
+from workers.settings import Settings, redact_text, redact_url
+from workers.tasks import GenerateTask
+
+logger = get_logger(__name__)
+
+EXIT_ENGINE_DEAD = 70  # EX_SOFTWARE
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL
+EXIT_CONFIGURATION = 78  # EX_CONFIG
+
+_LAST_COMMITS_S = 10.0  # after the grace: for releases and commits that are on their way
+_HUB_TIMERS_S = 0.25
+
+
+class Mailbox:
+    """Actions for the main thread, in order. The hub runs them, or ``run`` does while a shutdown drains."""
+
+    def __init__(self) -> None:
+        self._actions: deque[Callable[[], None]] = deque()
+        self._arrived = threading.Event()
+        self._hub: Any = None
+        self._scheduled = False
+
+    def attach(self, hub: Any) -> None:
+        """Let this event loop run the actions from now on."""
+        self._hub = hub
+        self._scheduled = False
+        if self._actions:
+            self._schedule()
+
+    def detach(self) -> None:
+        """From now on only ``run`` runs them."""
+        self._hub = None
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Leave an action; from any thread."""
+        self._actions.append(action)
+        self._arrived.set()
+        self._schedule()
+
+    def run(self, timeout_s: float = 0.0) -> int:
+        """Run what is there, after waiting for it up to ``timeout_s``; returns how many actions."""
+        if timeout_s and not self._actions:
+            self._arrived.wait(timeout_s)
+        self._arrived.clear()
+        self._scheduled = False
+        count = 0
+        while self._actions:
+            action = self._actions.popleft()
+            count += 1
+            try:
+                action()
+            except Exception as exc:
+                logger.error("A callback failed: %r", exc, exc_info=True)
+        return count
+
+    def _schedule(self) -> None:
+        hub = self._hub
+        if hub is not None and not self._scheduled:
+            self._scheduled = True
+            hub.call_soon(self.run)
+
+
+class EnginePool(BasePool):  # type: ignore[misc]
+    """See the module. Everything here runs on the main thread."""
+
+    signal_safe = False
+    body_can_be_buffer = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mailbox = Mailbox()
+        self._hub: Any = None
+        self._stopped = False
+        self._foreign = 0  # other tasks that run here
+        self._backend: Backend | None = None
+        self._engine: Engine | None = None
+        self._db: DatabaseThread | None = None
+        self._table: DeliveryTable | None = None
+        self._threads: Threads | None = None
+        self._incarnation: Incarnation | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The application's settings."""
+        settings: Settings = self.app.settings
+        return settings
+
+    # --------------------------------------------------------------------------------------------------- start
+
+    def on_start(self) -> None:
+        try:
+            self._start()
+        except (ConfigurationError, DatabaseError) as exc:
+            logger.critical("The worker cannot start: %s", redact_text(str(exc)))
+            self._tear_down()
+            away = isinstance(exc, DatabaseUnavailableError)
+            raise WorkerShutdown(EXIT_TRY_AGAIN if away else EXIT_CONFIGURATION) from exc
+        except BaseException:
+            self._tear_down()
+            raise
+
+    def _start(self) -> None:
+        settings = self.settings
+        engine = self._engine = make_engine(settings.database_url)
+        check_schema(engine)
+        row = new_worker(settings)
+        transaction(engine, partial(register_worker, worker=row))
+        incarnation = self._incarnation = Incarnation(
+            settings, row, on_cancel=self._on_cancel_flags, on_dead=self._on_declared_dead
+        )
+        db = self._db = DatabaseThread(
+            engine, row.id, dead_ids=incarnation.dead_ids, on_health=self._on_database_health
+        )
+        db.start()
+        incarnation.start(db)
+        backend = self._backend = create_backend(settings.backend, settings.engine_config)
+        logger.info("Loading model %s in backend %s", settings.model, settings.backend)
+        backend.start()
+        incarnation.online(backend)
+        threads = self._threads = Threads(settings.finaliser_threads)
+        threads.start()
+        task: GenerateTask = self.app.tasks[TASK_NAME]
+        table = self._table = DeliveryTable(
+            settings,
+            db,
+            backend,
+            Finaliser(task, threads, self.mailbox.post),
+            self.mailbox.post,
+            self._on_fatal,
+        )
+        table.start()
+        task.deliveries = table
+        backend.add_death_callback(table.fail)
+        self._show_banner()
+
+    def _show_banner(self) -> None:
+        assert self._backend is not None
+        assert self._incarnation is not None
+        info, settings = self._backend.info(), self.settings
+        slots = info.slots
+        lines = [
+            f"worker    {settings.worker_name}, incarnation {self._incarnation.id}",
+            f"backend   {info.backend}, model {info.model}, device {info.device}, {info.dtype}",
+            f"slots     {slots}, prefetch {slots + settings.headroom(slots)}, context {info.max_model_len} tokens",
+            f"queues    {queue_for(settings.model)}",
+            f"broker    {redact_url(settings.broker_url)}",
+            f"database  {redact_url(settings.database_url)}",
+            f"leases    {settings.visibility_timeout_s:g}s, dead after {settings.dead_after_s:g}s",
+        ]
+        logger.info("Tokenmill worker\n%s", "\n".join(f"  {line}" for line in lines))
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        self._hub = hub
+        self.mailbox.attach(hub)
+
+    # --------------------------------------------------------------------------------------------------- apply
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        callback: Callable[[Any], None] | None = None,
+        error_callback: Callable[[Any], None] | None = None,
+        accept_callback: Callable[[int, float], None] | None = None,
+        timeout_callback: Callable[[bool, float | None], None] | None = None,
+        soft_timeout: float | None = None,
+        timeout: float | None = None,
+        **_: Any,
+    ) -> Delivery | ForeignResult:
+        call = Call(target, args, kwargs or {})
+        if args[0] != TASK_NAME:
+            return self._apply_foreign(call, callback, error_callback, accept_callback)
+        assert self._table is not None
+        # Celery hands bound methods of its request over; the request itself is in no argument.
+        request = accept_callback.__self__  # type: ignore[union-attr]
+        delivery = request.delivery = Delivery(
+            request=request,
+            call=call,
+            accept=accept_callback,
+            callback=callback,
+            error_callback=error_callback,
+            timeout=timeout_callback,
+            soft_s=soft_timeout,
+            hard_s=timeout,
+        )
+        self._table.deliver(delivery)
+        return delivery
+
+    def _apply_foreign(
+        self,
+        call: Call,
+        callback: Callable[[Any], None] | None,
+        error_callback: Callable[[Any], None] | None,
+        accept_callback: Callable[[int, float], None] | None,
+    ) -> ForeignResult:
+        """Another task, such as the end of a chain: it runs in the finalisers' threads."""
+        assert self._threads is not None
+        self._foreign += 1
+        result = ForeignResult()
+
+        def work() -> None:
+            if accept_callback is not None and not result.terminated:
+                self.mailbox.post(partial(accept_callback, os.getpid(), time.monotonic()))
+            finish = None if result.terminated else run_call(call, callback, error_callback)
+            self.mailbox.post(partial(self._end_foreign, result, finish))
+
+        self._threads.submit(work)
+        return result
+
+    def _end_foreign(self, result: ForeignResult, finish: Callable[[], None] | None) -> None:
+        self._foreign -= 1
+        if finish is not None and not result.terminated:
+            finish()
+
+    def cancel_jobs(self, ids: Sequence[str]) -> None:
+        """End these jobs early where they run here; for the control command."""
+        if self._table is not None:
+            self._table.cancel(ids)
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:
+        """Nothing: all jobs share this process. The job itself is ended through its apply result."""
+
+    # ---------------------------------------------------------------------------------- news from other threads
+
+    def _on_cancel_flags(self, ids: Any) -> None:
+        if self._table is not None:
+            self._table.cancel(tuple(ids))
+
+    def _on_declared_dead(self, error: TokenmillError) -> None:
+        if self._table is not None:
+            self._table.fail(error)
+        else:
+            self._on_fatal(error)
+
+    def _on_fatal(self, error: BaseException) -> None:
+        code = EXIT_ENGINE_DEAD if isinstance(error, EngineDeadError) else EXIT_TRY_AGAIN
+        logger.critical("The worker stops and hands its jobs back: %s: %s", type(error).__name__, error)
+
+        def stop_worker() -> None:
+            state.should_stop = code
+
+        self.mailbox.post(stop_worker)
+
+    def _on_database_health(self, healthy: bool, error: BaseException | None) -> None:
+        if healthy:
+            logger.warning("The database answers again; what waited is committed now")
+        else:
+            logger.error(
+                "The database is away (%s). Running jobs go on and their results wait; nothing new is started",
+                redact_text(str(error)),
+            )
+
+    # ---------------------------------------------------------------------------------------------------- stop
+
+    def on_stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self.mailbox.detach()
+        if self._table is not None:
+            self._drain(self._table)
+        self._tear_down()
+
+    def on_terminate(self) -> None:
+        self.on_stop()
+
+    def _drain(self, table: DeliveryTable) -> None:
+        """Finish what runs within the grace, hand back the rest, and acknowledge all that is committed."""
+        assert self._incarnation is not None
+        self._incarnation.draining()
+        table.close()
+        end_of_grace = time.monotonic() + self.settings.shutdown_grace_s
+        if table.pending:
+            logger.info("Draining %d deliveries for up to %gs", table.pending, self.settings.shutdown_grace_s)
+        end: float | None = None
+        next_timers = 0.0
+        while table.pending or self._foreign:
+            self.mailbox.run(timeout_s=0.05)
+            now = time.monotonic()
+            if now >= next_timers:
+                self._fire_timers()
+                next_timers = now + _HUB_TIMERS_S
+            cold = state.should_terminate not in (None, False)
+            if end is None and (cold or table.dead or now >= end_of_grace):
+                logger.info("Handing back %d jobs", table.running)
+                table.release()
+                end = now + _LAST_COMMITS_S
+            if end is not None and now >= end:
+                logger.error(
+                    "%d deliveries are left unacknowledged and will be delivered again", table.pending
+                )
+                break
+        self.mailbox.run()
+
+    def _fire_timers(self) -> None:
+        """Leases and broker heartbeats go on while the main thread drains."""
+        if self._hub is None:
+            return
+        try:
+            self._hub.fire_timers()
+        except Exception as exc:
+            logger.warning("A timer failed during the shutdown: %r", exc)
+
+    def _tear_down(self) -> None:
+        if self._table is not None:
+            self._table.stop()
+        if self._threads is not None:
+            self._threads.stop(timeout_s=1.0)
+        if self._backend is not None:
+            self._backend.shutdown(drain=False, timeout_s=0.0)
+        if self._incarnation is not None:
+            self._incarnation.stop()
+        if self._db is not None:
+            self._db.stop(drain=True, timeout_s=5.0)
+        if self._engine is not None:
+            self._engine.dispose()
+        if self.app is not None:
+            self.app.tasks[TASK_NAME].deliveries = None
+
+    # ---------------------------------------------------------------------------------------------------- info
+
+    @property
+    def num_processes(self) -> int:
+        return self._backend.info().slots if self._backend is not None else int(self.limit)
+
+    def _get_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = super()._get_info()
+        if self._backend is None or self._table is None or self._incarnation is None or self._db is None:
+            return info
+        about, stats = self._backend.info(), self._backend.stats()
+        return info | {
+            "max-concurrency": about.slots,
+            "incarnation": self._incarnation.id,
+            "backend": about.backend,
+            "model": about.model,
+            "device": about.device,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "requests-finished": stats.requests_finished,
+            "deliveries": self._table.pending,
+            "duplicates": self._table.duplicates,
+            "database-healthy": self._db.healthy,
+        }
+
+
+class ForeignResult:
+    """The apply result of another task: terminating it keeps its callbacks back."""
+
+    def __init__(self) -> None:
+        self.terminated = False
+
+    def terminate(self, signal: Any = None) -> None:
+        """Celery's way to end it. A thread cannot be stopped; what it returns is ignored."""
+        self.terminated = True

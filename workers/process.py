@@ -1,0 +1,55 @@
+"""One worker process: ``python -m workers.process``, with its settings as JSON on standard input.
+
+Started by ``workers.supervisor``. Settings come through the pipe so that credentials are in no argument list.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from workers.app import make_app
+from workers.payload import queue_for
+from workers.settings import Settings
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_process(settings: Settings) -> int:
+    """Run a Celery worker on this thread until it stops; returns its exit code."""
+    app = make_app(settings)
+    app.set_current()
+    worker = app.Worker(
+        hostname=f"tokenmill-{os.getpid()}@{settings.worker_name}",
+        concurrency=settings.engine_config.max_num_seqs,
+        queues=[queue_for(settings.model)],
+        loglevel=settings.log_level.upper(),
+        quiet=True,  # the pool shows a banner of our own
+        without_gossip=True,
+        no_color=not sys.stderr.isatty(),
+    )
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the module."""
+    stop_with_parent()
+    return run_process(Settings.model_validate_json(sys.stdin.read()))
+
+
+def stop_with_parent() -> None:
+    """Have the kernel send SIGTERM when the supervisor dies, so that no worker outlives it unseen (Linux)."""
+    if not sys.platform.startswith("linux") or not Path("/proc/self").exists():
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

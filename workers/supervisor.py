@@ -1,0 +1,178 @@
+"""Keeps worker processes running: one for each GPU, restarted when they die, with the reason shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers.settings import Settings
+
+logger = logging.getLogger("tokenmill.supervisor")
+
+EXIT_CONFIGURATION = 78
+STABLE_AFTER_S = 60.0  # a process that lived so long starts its back-off anew
+_POLL_S = 0.2
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL)  # warm, cold, by force
+
+
+def run_worker(settings: Settings, *, once: bool = False) -> int:
+    """Run workers until told to stop by SIGTERM or SIGINT; returns the exit code.
+
+    The first signal lets running jobs finish (``shutdown_grace_s``), the second hands them back at once, the
+    third kills. With ``once`` a worker that ends is not restarted and its exit code is returned. Must be called
+    on the main thread, because it handles signals.
+    """
+    supervisor = Supervisor(settings, once=once)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in previous:
+        signal.signal(number, lambda *_: supervisor.stop())
+    try:
+        return supervisor.run()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _Seat:
+    """A place for one worker process, and who sits there now."""
+
+    label: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    failures: int = 0
+    start_again_at: float = 0.0
+    exit_code: int | None = None
+    finished: bool = False
+
+
+class Supervisor:
+    """See ``run_worker``. Processes, clock and waiting can be replaced for tests."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        once: bool = False,
+        spawn: Callable[[Settings, Mapping[str, str]], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._settings = settings
+        self._once = once
+        self._spawn = spawn or start_process
+        self._clock = clock
+        self._wake = threading.Event()
+        self._stops = 0
+        self._forwarded = 0
+        devices = visible_gpus(environ) if wants_every_gpu(settings) else []
+        self._seats = [_Seat(f"GPU {device}", {"CUDA_VISIBLE_DEVICES": device}) for device in devices]
+        self._seats = self._seats or [_Seat("worker")]
+
+    def stop(self) -> None:
+        """Ask for a stop, each further time with more force. Safe in a signal handler."""
+        self._stops += 1
+        self._wake.set()
+
+    def run(self) -> int:
+        """Run until every seat is finished; the first exit code that is not zero, else zero."""
+        while any(not seat.finished for seat in self._seats):
+            for seat in self._seats:
+                self._tend(seat)
+            self._forward_stops()
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+        codes = [seat.exit_code or 0 for seat in self._seats]
+        return next((code for code in codes if code), 0)
+
+    def _tend(self, seat: _Seat) -> None:
+        if seat.finished:
+            return
+        if seat.process is None:
+            if self._stops:
+                seat.finished = True
+            elif self._clock() >= seat.start_again_at:
+                seat.process = self._spawn(self._settings, seat.environment)
+                seat.started_at = self._clock()
+            return
+        code = seat.process.poll()
+        if code is None:
+            return
+        seat.process = None
+        seat.exit_code = code if code >= 0 else 128 - code
+        self._after_exit(seat, code)
+
+    def _after_exit(self, seat: _Seat, code: int) -> None:
+        why = describe_exit(code)
+        if self._stops or self._once or code == 0 or code == EXIT_CONFIGURATION:
+            seat.finished = True
+            if code:
+                logger.error("%s %s", seat.label, why)
+            return
+        if self._clock() - seat.started_at >= STABLE_AFTER_S:
+            seat.failures = 0
+        pause = min(self._settings.restart_backoff_s * 2**seat.failures, self._settings.restart_backoff_max_s)
+        seat.failures += 1
+        seat.start_again_at = self._clock() + pause
+        logger.error("%s %s; starting again in %gs (failure %d)", seat.label, why, pause, seat.failures)
+
+    def _forward_stops(self) -> None:
+        while self._forwarded < self._stops:
+            number = _STOP_SIGNALS[min(self._forwarded, len(_STOP_SIGNALS) - 1)]
+            self._forwarded += 1
+            for seat in self._seats:
+                if seat.process is not None:
+                    seat.process.send_signal(number)
+
+
+def start_process(settings: Settings, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start ``workers.process`` in a session of its own, so that Ctrl-C reaches it only through us, in order."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers.process"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(settings.model_dump_json(exclude_unset=True).encode())
+    return process
+
+
+def describe_exit(code: int) -> str:
+    """An exit status of ``Popen`` in words."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    reasons = {70: "its engine died", 75: "something it needs is away", 78: "its configuration is wrong"}
+    return f"ended with exit code {code}" + (f" ({reasons[code]})" if code in reasons else "")
+
+
+def wants_every_gpu(settings: Settings) -> bool:
+    """Whether the settings leave the device open, for a backend that computes on one."""
+    return settings.backend != "echo" and settings.engine.device in ("auto", "cuda")
+
+
+def visible_gpus(
+    environ: Mapping[str, str], devices: Path = Path("/proc/driver/nvidia/gpus")
+) -> Sequence[str]:
+    """The GPUs this process may use, as values for ``CUDA_VISIBLE_DEVICES``. Found without touching CUDA."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [device.strip() for device in chosen.split(",") if device.strip() not in ("", "-1")]
+    try:
+        return [str(index) for index, _ in enumerate(sorted(devices.iterdir()))]
+    except OSError:
+        return []

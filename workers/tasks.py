@@ -1,0 +1,131 @@
+"""The task ``tokenmill.generate``, and how the outcome of a job looks to Celery.
+
+The job itself runs in the pool. Celery's tracer is called once the outcome is committed, and the task's body
+only hands that outcome over, so that the result backend, links, chords and signals work as for any task.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery import Task, signals
+from celery.exceptions import Ignore
+
+from backend import api
+from backend.api import ConfigurationError, TokenmillError
+from models_db.records import StoredResult
+from models_db.tables import JobState
+from workers.payload import TASK_NAME
+
+if TYPE_CHECKING:
+    from workers.delivery import DeliveryTable
+
+
+class JobFailedError(TokenmillError):
+    """The job failed for a reason that has no error of its own."""
+
+    code = "job_failed"
+
+
+class JobExpiredError(TokenmillError):
+    """The job's deadline or time limit passed before there was anything to return."""
+
+    code = "job_expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended, as the database has it."""
+
+    job_id: str
+    model: str
+    state: JobState
+    result: StoredResult | None = None
+    error_type: str | None = None
+    error_message: str | None = None
+
+
+class ReturnValue(Mapping[str, Any]):
+    """What ``.get()`` returns: plain JSON on the wire, and a representation that shows neither text nor tokens."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        fields = {} if outcome.result is None else asdict(outcome.result)
+        fields.pop("choice", None)
+        for optional in ("token_ids", "logprobs"):
+            if fields.get(optional) is None:
+                fields.pop(optional, None)
+        self._fields = {"job_id": outcome.job_id, "model": outcome.model} | fields
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __json__(self) -> dict[str, Any]:
+        return self._fields
+
+    def __repr__(self) -> str:
+        reason, count = self._fields.get("finish_reason"), self._fields.get("completion_tokens")
+        return f"<{count} tokens, {reason}>"
+
+
+def error_of(outcome: Outcome) -> TokenmillError:
+    """The exception that stands for a failed or expired job, of its own class where this version knows it."""
+    message = outcome.error_message or f"the job ended as {outcome.state}"
+    if outcome.state is JobState.EXPIRED:
+        return JobExpiredError(message)
+    known = getattr(api, outcome.error_type or "", None)
+    if isinstance(known, type) and issubclass(known, TokenmillError):
+        return known(message)
+    return JobFailedError(f"{outcome.error_type}: {message}" if outcome.error_type else message)
+
+
+class GenerateTask(Task):  # type: ignore[misc]
+    """Celery's view of a generation job."""
+
+    name = TASK_NAME
+    Request = "workers.request:GenerateRequest"
+    acks_late = True
+    reject_on_worker_lost = True
+    throws = (TokenmillError,)
+    typing = False  # a wrong call is recorded as a failed job, like any other bad payload
+
+    def __init__(self) -> None:
+        self.deliveries: DeliveryTable | None = None  # set by the pool that runs in this process
+        self._current = threading.local()
+
+    @contextmanager
+    def outcome(self, outcome: Outcome) -> Iterator[None]:
+        """Within this block, in this thread, the task's body hands over ``outcome``."""
+        self._current.outcome = outcome
+        try:
+            yield
+        finally:
+            del self._current.outcome
+
+    def run(self, *args: Any, **kwargs: Any) -> ReturnValue:
+        """Hand over the committed outcome; called by Celery's tracer."""
+        outcome: Outcome | None = getattr(self._current, "outcome", None)
+        if outcome is None:
+            raise ConfigurationError(
+                f"{TASK_NAME} runs only in Tokenmill's own pool. Start the worker with `tokenmill worker`"
+            )
+        if outcome.state is JobState.SUCCEEDED:
+            return ReturnValue(outcome)
+        if outcome.state is JobState.CANCELLED:
+            self.backend.mark_as_revoked(
+                outcome.job_id, "cancelled", request=self.request, store_result=not self.request.ignore_result
+            )
+            signals.task_revoked.send(
+                sender=self, request=self.request, terminated=False, signum=None, expired=False
+            )
+            raise Ignore
+        raise error_of(outcome)
