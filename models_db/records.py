@@ -142,7 +142,7 @@ class StoredResult:
     @classmethod
     def from_row(cls, row: Row[*tuple[Any, ...]]) -> Self:
         """The answer from a row that holds at least ``RESULT_COLUMNS``."""
-        return cls(**{column.key: row._mapping[column] for column in RESULT_COLUMNS})
+        return cls(**{column.key: row._mapping[column.key] for column in RESULT_COLUMNS})
 
 
 RESULT_COLUMNS = (
