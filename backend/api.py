@@ -10,6 +10,7 @@ import queue
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Protocol, Self, runtime_checkable
@@ -389,10 +390,8 @@ class GenerationHandle:
         self._settle(lambda: self.future.set_exception(error))
 
     def _settle(self, deliver: Callable[[], None]) -> None:
-        try:
+        with suppress(InvalidStateError):  # settled before, or the future was cancelled by its holder
             deliver()
-        except InvalidStateError:
-            return
         if self._chunks is not None:
             self._chunks.put(_END)
 

@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_LOGPROBS = 20
 _CHECK_TOKENS = 40
-# Largest difference of paged and native logits, as a share of the largest logit.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Largest difference of paged and native logits, as a share of the largest logit. The native softmax, norms and
+# rotary embedding are float32 even in a float64 model.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(slots=True)

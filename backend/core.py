@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -62,7 +63,9 @@ class EngineCore:
         self._clock = clock
         self._next = 0
         self._pending: Slot | None = None  # launched and not retired
-        self._deadlines: dict[int, Sequence] = {}
+        # Kept apart from the scheduler's lists, so that nobody is forgotten even if a fault leaves those half-changed.
+        self._living: dict[int, Sequence] = {}
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (moment, sequence number)
         self.steps = 0
         self.generated_tokens = 0
         self.finished = 0
@@ -74,8 +77,9 @@ class EngineCore:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self._living[sequence.number] = sequence
         if sequence.deadline_at is not None:
-            self._deadlines[sequence.number] = sequence
+            heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.number))
         self.scheduler.add(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -85,7 +89,7 @@ class EngineCore:
 
     def living(self) -> list[Sequence]:
         """Every sequence that has not ended."""
-        return [*self.scheduler.running, *self.scheduler.waiting()]
+        return list(self._living.values())
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -190,14 +194,17 @@ class EngineCore:
         )
 
     def _take_out(self, sequence: Sequence) -> None:
-        self._deadlines.pop(sequence.number, None)
         self.scheduler.finish(sequence)
+        del self._living[sequence.number]
+        if len(self._deadlines) > 2 * len(self._living) + 64:
+            # Most of them have ended in time: neither memory nor a push grows without bound.
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._living]
+            heapq.heapify(self._deadlines)
 
     def _expire(self, now: float) -> None:
-        if self._deadlines:
-            for sequence in [
-                s for s in self._deadlines.values() if s.deadline_at is not None and now >= s.deadline_at
-            ]:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = self._living.get(heapq.heappop(self._deadlines)[1])
+            if sequence is not None:
                 self._finish(sequence, FinishReason.DEADLINE, None, now)
 
     def check_idle(self) -> None:
@@ -207,8 +214,8 @@ class EngineCore:
             BlockError: blocks are missing.
             TokenmillError: a sequence is left.
         """
-        if self.has_work():
-            raise TokenmillError("the engine is not idle")
+        if self.has_work() or self._living:
+            raise TokenmillError(f"the engine is not idle: {len(self._living)} sequences are left")
         self.allocator.check([])
 
 

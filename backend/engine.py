@@ -104,6 +104,9 @@ class AsyncEngine:
             self._draining = False
 
         self._inbox.put(stop)
+        assert self._output is not None
+        if threading.current_thread() is thread or self._output.is_current_thread():
+            return  # called from one of our callbacks, whose thread cannot wait for its own end
         thread.join(timeout_s if drain else None)
         if thread.is_alive():
             self._inbox.put(abandon)
@@ -121,17 +124,16 @@ class AsyncEngine:
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         """See ``Backend.submit``."""
+        self._check_open()
         parts = self._parts
-        if parts is None or self._closed is not None:
-            raise self._closed or EngineDeadError("the engine has not been started")
+        assert parts is not None
         prompt_ids = parts.loaded.encoder.encode(request.prompt)
         self._check_sampling(request.sampling)
         max_new = self._check_lengths(request.sampling, len(prompt_ids))
         seed = request.sampling.seed
         handle = GenerationHandle(request, lambda: self._cancel(sequence))
         with self._lock:
-            if self._closed is not None:
-                raise self._closed
+            self._check_open()
             if self._queued + parts.core.scheduler.num_waiting >= self._config.max_waiting:
                 raise QueueFullError(
                     f"{self._config.max_waiting} requests wait already",
@@ -159,6 +161,11 @@ class AsyncEngine:
             self._inbox.put(add)
         return handle
 
+    def _check_open(self) -> None:
+        if (closed := self._closed) is not None:
+            # A new error each time: one that is raised again and again would collect every caller's traceback.
+            raise EngineDeadError(str(closed)) from closed.__cause__
+
     def _check_sampling(self, sampling: SamplingParams) -> None:
         assert self._parts is not None
         vocab_size = self._parts.loaded.vocab_size
@@ -168,6 +175,13 @@ class AsyncEngine:
                 field="top_k",
                 value=sampling.top_k,
                 fix=f"Use at most {vocab_size}, or 0 for all",
+            )
+        if (sampling.logprobs or 0) > vocab_size:
+            raise RequestError(
+                f"must not exceed the vocabulary of {vocab_size}",
+                field="logprobs",
+                value=sampling.logprobs,
+                fix=f"Use at most {vocab_size}",
             )
         for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
             worst = max(ids, default=0)
@@ -315,8 +329,17 @@ class AsyncEngine:
                 self._inbox.get_nowait()(core)
             except queue.Empty:
                 break
+            except Exception:
+                logger.exception("a command to the dead engine failed")
         assert self._output is not None
         for sequence in core.living():
             self._output.fail(sequence, error)
         for callback in callbacks:
+            self._tell(callback, error)
+
+    @staticmethod
+    def _tell(callback: Callable[[EngineDeadError], None], error: EngineDeadError) -> None:
+        try:
             callback(error)
+        except Exception:
+            logger.exception("a death callback failed")

@@ -99,6 +99,9 @@ def load_model(config: EngineConfig, *, attn_implementation: str = ATTENTION_NAM
     else:
         model = _pretrained_model(source, model_config, dtype, device, attn_implementation, config)
     model.eval().requires_grad_(False)
+    if dtype == torch.float64:
+        # PyTorch's grouped matrix product, the default for mixtures of experts, has no float64.
+        model.set_experts_implementation("eager")
     vocab_size = int(text_config.vocab_size)
     tokenizer = _load_tokenizer(source, config)
     return LoadedModel(

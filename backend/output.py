@@ -47,6 +47,10 @@ class OutputProcessor:
         self._events.put(None)
         self._thread.join()
 
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs on the output thread: in a callback of a future."""
+        return threading.current_thread() is self._thread
+
     # ------------------------------------------------------------------------------- the engine's side: no waiting
 
     def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:

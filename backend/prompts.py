@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from backend.api import Prompt, RequestError
@@ -25,13 +26,7 @@ class PromptEncoder:
                 template or that the template refuses, or text that comes to no token at all.
         """
         if prompt.token_ids is not None:
-            worst = max(prompt.token_ids)
-            if worst >= self.vocab_size:
-                raise RequestError(
-                    f"token id {worst} is outside the vocabulary of {self.vocab_size}",
-                    field="token_ids",
-                    fix=f"Use ids from 0 to {self.vocab_size - 1}",
-                )
+            self._check_ids(prompt.token_ids, "token_ids", f"Use ids from 0 to {self.vocab_size - 1}")
             return list(prompt.token_ids)
         field = "prompt" if prompt.prompt is not None else "messages"
         if self.tokenizer is None:
@@ -47,7 +42,16 @@ class PromptEncoder:
             raise RequestError(
                 "comes to no token at all", field=field, fix="Give at least one token of input"
             )
+        # Some tokenizers have more tokens than their model.
+        self._check_ids(ids, field, "Remove the text that stands for it, or configure the model's own tokenizer")
         return list(ids)
+
+    def _check_ids(self, ids: Sequence[int], field: str, fix: str) -> None:
+        worst = max(ids)
+        if worst >= self.vocab_size:
+            raise RequestError(
+                f"token id {worst} is outside the vocabulary of {self.vocab_size}", field=field, fix=fix
+            )
 
     def _render(self, prompt: Prompt) -> str:
         assert self.tokenizer is not None
@@ -58,9 +62,11 @@ class PromptEncoder:
         turns = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]
         from jinja2 import TemplateError
 
+        # Templates are programs: besides refusing on purpose, they can trip over what they did not expect.
+        refusals = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
         try:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as exc:
+        except refusals as exc:
             raise RequestError(
                 f"the model's chat template refuses them: {exc}",
                 field="messages",

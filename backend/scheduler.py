@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from backend.blocks import BlockAllocator
@@ -38,6 +37,14 @@ class StepPlan:
         self.starts.append(start)
         self.lengths.append(length)
         self.num_tokens += length
+
+    def extend(self, other: StepPlan) -> None:
+        """Append the rows of ``other``."""
+        self.sampled += [len(self.sequences) + index for index in other.sampled]
+        self.sequences += other.sequences
+        self.starts += other.starts
+        self.lengths += other.lengths
+        self.num_tokens += other.num_tokens
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -84,10 +91,6 @@ class Scheduler:
         """Whether anything waits or runs."""
         return self._num_waiting > 0 or bool(self.running)
 
-    def waiting(self) -> Iterable[Sequence]:
-        """The sequences that wait, in no particular order."""
-        return [item[2] for item in self._waiting if item[2].status is Status.WAITING]
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or preempted."""
         sequence.status = Status.WAITING
@@ -115,8 +118,8 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or ``None`` when nothing can run before an earlier step retires."""
         self._make_room_for_urgent()
-        prefills: list[tuple[Sequence, int, int]] = []
         plan = StepPlan()
+        prefills = StepPlan()
         budget = self._max_tokens
         decoding = sum(1 for s in self.running if s.num_total - s.num_computed == 1)
 
@@ -136,24 +139,28 @@ class Scheduler:
             elif budget - decoding > 0:
                 length = self._grow(sequence, min(remaining, budget - decoding), index)
                 if length > 0:
-                    prefills.append((sequence, sequence.num_computed, length))
+                    self._add_prefill(prefills, sequence, length)
                     budget -= length
         for sequence in plan.sequences:
             sequence.num_computed += 1
         plan.num_decode = len(plan.sequences)
 
-        while budget > 0 and (sequence_length := self._admit(budget, now)) is not None:
-            sequence, length = sequence_length
-            prefills.append((sequence, sequence.num_computed, length))
+        while budget > 0 and (admitted := self._admit(budget, now)) is not None:
+            sequence, length = admitted
+            self._add_prefill(prefills, sequence, length)
             budget -= length
-
-        for sequence, start, length in prefills:
-            sequence.num_computed = start + length
-            plan.add(sequence, start, length, samples=sequence.num_computed == sequence.num_known)
-            self.register_outputs(sequence)
+        plan.extend(prefills)
         return plan if plan.sequences else None
 
     # ---------------------------------------------------------------------------------------------------- parts
+
+    def _add_prefill(self, prefills: StepPlan, sequence: Sequence, length: int) -> None:
+        """Add a row of known tokens. Its full blocks can be found at once, by rows of the same step, too: in each
+        layer all keys and values of a step are stored before any row attends."""
+        start = sequence.num_computed
+        sequence.num_computed = start + length
+        prefills.add(sequence, start, length, samples=sequence.num_computed == sequence.num_known)
+        self.register_outputs(sequence)
 
     def _grow(self, sequence: Sequence, length: int, index: int) -> int:
         """Give ``sequence`` blocks for up to ``length`` more tokens, at the cost of those after ``index``.
@@ -240,6 +247,7 @@ class Scheduler:
         sequence.num_computed = hit
         sequence.row = self._free_rows.pop()
         sequence.row_filled = False
+        sequence.penalties_ready = False
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_order)
         length = self._grow(sequence, min(sequence.num_known - hit, budget), len(self.running))

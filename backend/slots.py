@@ -192,16 +192,13 @@ class Slot:
             query_lengths=plan.lengths,
             kv_lengths=kv_lengths.tolist(),
             has_carry=has_carry,
-            new_penalty_rows=[
-                s
-                for i, s in zip(plan.sampled, sampled, strict=True)
-                if i >= decode and s.sampling.uses_penalties
-            ],
+            new_penalty_rows=[s for s in sampled if s.sampling.uses_penalties and not s.penalties_ready],
         )
         # From here on these rows' newest tokens are on the device only.
         for index, sequence in enumerate(sampled):
             sequence.sample_index = index
             sequence.in_flight += 1
+            sequence.penalties_ready = True
 
     def _reserve(self, extra: _SamplingLists) -> None:
         words = self._limits.input_words + extra.words
