@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,6 +17,7 @@ from celery.utils.log import get_logger
 from sqlalchemy import Connection, select
 
 from backend.api import Backend, BackendStats, TokenmillError
+from models_db.errors import WriterStoppedError
 from models_db.jobs import cancelled_running
 from models_db.tables import Job, WorkerState
 from models_db.workers import NewSample, NewWorker, WorkerDetails, live_workers, set_worker_state
@@ -191,13 +193,15 @@ class Incarnation:
     ) -> None:
         if self._db is not None:
             target = worker_id or self.id
-            self._db.call(lambda conn: set_worker_state(conn, target, state, details=details))
+            with suppress(WriterStoppedError):
+                self._db.call(lambda conn: set_worker_state(conn, target, state, details=details))
 
     def _sample(self) -> None:
         if self._db is None or self._backend is None or self._sampler is None:
             return
         if sample := self._sampler.sample(self._clock(), self._backend.stats()):
-            self._db.sample(sample)
+            with suppress(WriterStoppedError):
+                self._db.sample(sample)
 
 
 class Sampler:

@@ -35,8 +35,11 @@ def renew(channel: Any) -> int:
     """
     qos = channel.qos
     tags = [tag for tag in tuple(qos._delivered) if tag not in qos._dirty]
-    for start in range(0, len(tags), _CHUNK):
-        channel.client.eval(_RENEW, 1, channel.unacked_index_key, *tags[start : start + _CHUNK])
+    if tags:
+        # Not ``channel.client``: a blocking pop waits for its answer on that connection.
+        with channel.conn_or_acquire() as client:
+            for start in range(0, len(tags), _CHUNK):
+                client.eval(_RENEW, 1, channel.unacked_index_key, *tags[start : start + _CHUNK])
     return len(tags)
 
 

@@ -1,0 +1,114 @@
+"""The ways in which a delivery ends: traced and acknowledged, only acknowledged, or handed back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from models_db.tables import JobState
+from workers.actor import Action
+from workers.intake import Delivery
+from workers.tasks import Outcome
+
+Post = Callable[[Action], None]
+
+
+class Tracer(Protocol):
+    """Runs Celery's tracer somewhere else, see ``workers.finaliser``."""
+
+    def started(self, delivery: Delivery) -> None:
+        """The job has entered the backend."""
+
+    def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
+        """Run the tracer; ``then`` follows the callback, on the main thread."""
+
+
+class Endings:
+    """Ends deliveries on the main thread, and counts those that have not ended.
+
+    Args:
+        post: runs an action on the main thread, in order.
+        accept: tells Celery that the delivery has been accepted, where that has not happened.
+    """
+
+    def __init__(self, tracer: Tracer, post: Post, accept: Callable[[Delivery], None]) -> None:
+        self._tracer = tracer
+        self._post = post
+        self._accept = accept
+        self._lock = threading.Lock()
+        self._pending = 0
+
+    @property
+    def pending(self) -> int:
+        """Deliveries that have not ended."""
+        return self._pending
+
+    def begin(self) -> None:
+        """Count one more; from any thread."""
+        with self._lock:
+            self._pending += 1
+
+    def forget(self) -> None:
+        """One less, without anything done for it."""
+        with self._lock:
+            self._pending -= 1
+
+    def hand_back(self, delivery: Delivery, *, front: bool = True) -> None:
+        """Back into its queue, without the tracer."""
+        self._last(partial(delivery.request.hand_back, front=front))
+
+    def drop(self, delivery: Delivery) -> None:
+        """Acknowledge without the tracer: another delivery has brought, or brings, the outcome to Celery."""
+        self._last(delivery.request.drop)
+
+    def acknowledge_ending(self, delivery: Delivery) -> None:
+        """Acknowledge what Celery has revoked or expired; its terminal row is committed."""
+        self._last(partial(delivery.request.end, delivery.accept))
+
+    def time_out(self, delivery: Delivery) -> None:
+        """Celery's own path for a hard time limit: stores the failure, calls errbacks, acknowledges."""
+
+        def act() -> None:
+            delivery.request.settle()
+            if delivery.timeout is not None:
+                delivery.timeout(False, delivery.hard_s)
+
+        self._last(act)
+
+    def trace(
+        self,
+        delivery: Delivery,
+        outcome: Outcome,
+        runtime_s: float | None = None,
+        joined: Sequence[Delivery] = (),
+    ) -> None:
+        """Tell Celery the outcome; the deliveries that joined it are acknowledged after it."""
+        if delivery.call is None:  # revoked before the pool saw it
+            self.acknowledge_ending(delivery)
+            return
+
+        def then() -> None:
+            for other in joined:
+                self.drop(other)
+            self.forget()
+
+        self._accept(delivery)
+        self._tracer.trace(delivery, outcome, runtime_s, then)
+
+    def fail(self, delivery: Delivery, error: BaseException) -> None:
+        """Tell Celery about a failure that no row can hold."""
+        name = type(error).__name__
+        self.trace(
+            delivery, Outcome(delivery.job_id, delivery.model, JobState.FAILED, None, name, str(error))
+        )
+
+    def _last(self, action: Action) -> None:
+        def act() -> None:
+            try:
+                action()
+            finally:
+                self.forget()
+
+        self._post(act)

@@ -1,0 +1,319 @@
+"""The runs of this worker: each from a won claim to the commit of its end, or to its release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from functools import partial
+from typing import Protocol, TypeVar
+
+from celery.utils.log import get_logger
+from sqlalchemy import Connection
+
+from backend.api import (
+    Backend,
+    EngineDeadError,
+    FinishReason,
+    GenerationHandle,
+    GenerationResult,
+    QueueFullError,
+    RequestError,
+)
+from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
+from models_db.errors import WriterStoppedError
+from models_db.tables import AttemptOutcome, JobState
+from workers.actor import Actor
+from workers.endings import Endings, Post
+from workers.intake import Delivery, Run, stored_result
+from workers.tasks import JobExpiredError, Outcome
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+AT_SHUTDOWN = "handed back at shutdown"
+_QUEUE_FULL_RETRY_S = 0.5
+
+
+class Store(Protocol):
+    """The part of ``models_db.writer.DatabaseThread`` that deliveries need."""
+
+    def claim(self, item: ClaimItem) -> Future[ClaimOutcome]: ...
+
+    def finish(self, item: FinishItem) -> Future[bool]: ...
+
+    def release(self, item: ReleaseItem) -> Future[bool]: ...
+
+    def call(self, work: Callable[[Connection], T]) -> Future[T]: ...
+
+
+class Runs:
+    """Owned by the delivery table's thread, as is everything in here.
+
+    Args:
+        accept: tells Celery that a delivery's job has entered the backend.
+        claim_again: takes the deliveries of a run that lost the fence.
+        on_death: told when the backend has died.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        store: Store,
+        backend: Backend,
+        endings: Endings,
+        post: Post,
+        *,
+        accept: Callable[[Delivery], None],
+        claim_again: Callable[[Delivery], None],
+        on_death: Callable[[BaseException], None],
+        clock: Callable[[], float],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._actor = actor
+        self._store = store
+        self._backend = backend
+        self._endings = endings
+        self._post = post
+        self._accept = accept
+        self._claim_again = claim_again
+        self._on_death = on_death
+        self._clock = clock
+        self._now = now
+        self._runs: dict[str, Run] = {}
+        self.closing = False  # nothing new enters the backend
+        self.duplicates = 0  # ends that lost the fence
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def get(self, job_id: str) -> Run | None:
+        """The run of this job that a delivery can join."""
+        run = self._runs.get(job_id)
+        return None if run is None or run.releasing else run
+
+    # ------------------------------------------------------------------------------------------------- beginning
+
+    def begin(self, delivery: Delivery, claim: ClaimOutcome) -> None:
+        """The delivery has won the claim."""
+        run = Run(claim.job_id, claim.attempt, delivery.model, delivery.payload, claim.deadline_at)
+        run.deliveries.append(delivery)
+        delivery.run = run
+        self._runs[run.job_id] = run
+        if self.closing or delivery.abandoned:
+            self.release(run, AttemptOutcome.RELEASED, AT_SHUTDOWN)
+        elif delivery.error is not None:
+            self._finish(run, JobState.FAILED, error=delivery.error)
+        elif delivery.ending is not None:
+            self._finish(run, delivery.ending)
+        elif delivery.request.looks_revoked():
+            self._post(partial(self._ask_revoked, run, delivery))
+        else:
+            self._admit(run, delivery)
+
+    def join(self, delivery: Delivery, run: Run) -> None:
+        """Another delivery of a job that runs here shares the run."""
+        run.deliveries.append(delivery)
+        delivery.run = run
+        self._accept(delivery)
+        if delivery.ending is not None:
+            self.end_early(run, delivery.ending)
+
+    def _ask_revoked(self, run: Run, delivery: Delivery) -> None:
+        """On the main thread. ``revoked`` announces it, and asks for the run's end through ``acknowledge``."""
+        if not delivery.request.revoked():
+            self._actor.send(partial(self._admit, run, delivery))
+
+    def _admit(self, run: Run, delivery: Delivery) -> None:
+        if run.finishing or run.releasing:
+            return
+        if self.closing:
+            self.release(run, AttemptOutcome.RELEASED, AT_SHUTDOWN)
+            return
+        assert run.payload is not None
+        left = None if run.deadline_at is None else (run.deadline_at - self._now()).total_seconds()
+        if left is not None and left <= 0:
+            error = JobExpiredError("the deadline passed before the job could start")
+            self._finish(run, JobState.EXPIRED, error=error)
+            return
+        limits = [limit for limit in (left, delivery.soft_s) if limit is not None]
+        request = run.payload.to_request(run.job_id)
+        request = request.model_copy(update={"deadline_s": min(limits, default=None)})
+        run.soft_limited = delivery.soft_s is not None and request.deadline_s == delivery.soft_s
+        try:
+            handle = self._backend.submit(request)
+        except QueueFullError:
+            self._actor.after(_QUEUE_FULL_RETRY_S, partial(self._admit, run, delivery))
+            return
+        except EngineDeadError as exc:
+            self._on_death(exc)
+            return
+        except RequestError as exc:
+            self._finish(run, JobState.FAILED, error=exc)
+            return
+        except Exception as exc:
+            logger.error("Job %s could not be submitted: %r", run.job_id, exc, exc_info=True)
+            self._finish(run, JobState.FAILED, error=exc)
+            return
+        run.handle = handle
+        run.started_at = self._clock()
+        self._accept(delivery)
+        if delivery.hard_s is not None:
+            self._actor.after(delivery.hard_s, partial(self._on_hard_limit, run))
+        self._actor.when(handle.future, partial(self._on_done, run, handle))
+
+    # ---------------------------------------------------------------------------------------------------- ending
+
+    def end_early(self, run: Run, state: JobState | None) -> None:
+        """Cancel the run; with ``state``, the job ends as that."""
+        run.cancel_wanted = True
+        run.ending = run.ending or state
+        if run.finishing or run.releasing:
+            return
+        if run.handle is not None:
+            run.handle.cancel()
+        else:
+            self._finish(run, run.ending or JobState.CANCELLED)
+
+    def _on_hard_limit(self, run: Run) -> None:
+        if not run.finishing and run.handle is not None:
+            run.hard_limit_hit = True
+            run.handle.cancel()
+
+    def _on_done(self, run: Run, handle: GenerationHandle, future: Future[GenerationResult]) -> None:
+        if run.finishing or run.releasing:
+            return
+        run.runtime_s = self._clock() - run.started_at
+        error = future.exception()
+        if isinstance(error, EngineDeadError):
+            self._on_death(error)
+        elif error is not None:
+            if not isinstance(error, RequestError):
+                logger.error("Job %s failed in the backend: %r", run.job_id, error, exc_info=error)
+            self._finish(run, JobState.FAILED, error=error)
+        else:
+            self._finish_with(run, future.result())
+
+    def _finish_with(self, run: Run, result: GenerationResult) -> None:
+        reason = result.finish_reason
+        if reason is FinishReason.CANCELLED:
+            if run.hard_limit_hit:
+                error = JobExpiredError("the hard time limit passed")
+                self._finish(run, JobState.EXPIRED, result, error)
+            elif run.cancel_wanted or not self.closing:
+                self._finish(run, run.ending or JobState.CANCELLED, result)
+            else:  # the backend shuts down
+                self.release(run, AttemptOutcome.RELEASED, AT_SHUTDOWN)
+        elif reason is FinishReason.DEADLINE and not result.completion_tokens:
+            error = JobExpiredError("the deadline passed before the first token")
+            self._finish(run, JobState.EXPIRED, result, error)
+        else:
+            if reason is FinishReason.DEADLINE and run.soft_limited:
+                self._announce_soft_limit(run)
+            self._finish(run, JobState.SUCCEEDED, result)
+
+    def _announce_soft_limit(self, run: Run) -> None:
+        for delivery in run.deliveries:
+            if delivery.timeout is not None and delivery.soft_s is not None and not delivery.abandoned:
+                self._post(partial(delivery.timeout, True, delivery.soft_s))
+
+    def _finish(
+        self,
+        run: Run,
+        state: JobState,
+        result: GenerationResult | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        run.finishing = True
+        item = FinishItem(
+            run.job_id,
+            run.attempt,
+            state,
+            None if result is None else stored_result(result, run.payload),
+            None if error is None else type(error).__name__,
+            None if error is None else str(error),
+        )
+        self._actor.when(self._store.finish(item), partial(self._on_committed, run, item))
+
+    def _on_committed(self, run: Run, item: FinishItem, future: Future[bool]) -> None:
+        if error := future.exception():
+            self._on_refused(run, item, error)
+            return
+        self._forget(run)
+        if not future.result():
+            self.duplicates += 1
+            logger.warning("Job %s was taken over; attempt %d does not count", run.job_id, run.attempt)
+            for delivery in self._live(run):
+                delivery.run = None
+                self._claim_again(delivery)
+            return
+        outcome = Outcome(run.job_id, run.model, item.state, item.result, item.error_type, item.error_message)
+        self._deliver(run, outcome)
+
+    def _on_refused(self, run: Run, item: FinishItem, error: BaseException) -> None:
+        """The database took no end of this run. Nothing of it is acknowledged."""
+        if item.result is not None and not isinstance(error, WriterStoppedError):
+            logger.error("The result of job %s cannot be stored: %r", run.job_id, error)
+            self._finish(run, JobState.FAILED, error=error)
+            return
+        logger.error("The end of job %s is not committed (%r); it is delivered again", run.job_id, error)
+        self._forget(run)
+        for delivery in self._live(run):
+            self._endings.hand_back(delivery)
+
+    def _deliver(self, run: Run, outcome: Outcome) -> None:
+        waiting = []
+        for delivery in self._live(run):
+            if delivery.ending is not None:
+                self._endings.acknowledge_ending(delivery)
+            else:
+                waiting.append(delivery)
+        if not waiting:
+            return
+        first, *others = waiting
+        if run.hard_limit_hit and outcome.state is JobState.EXPIRED and first.timeout is not None:
+            self._endings.time_out(first)
+            for delivery in others:
+                self._endings.drop(delivery)
+        else:
+            self._endings.trace(first, outcome, run.runtime_s, others)
+
+    # --------------------------------------------------------------------------------------------------- release
+
+    def abandon(self, run: Run) -> None:
+        """Celery wants no end of some of its deliveries; when of none of them, the job is handed back."""
+        if all(delivery.abandoned for delivery in run.deliveries):
+            self.release(run, AttemptOutcome.RELEASED, "cancelled by Celery")
+
+    def release_all(self, outcome: AttemptOutcome, why: str) -> None:
+        """Stop what runs and hand it back; ends that are being committed go on."""
+        for run in list(self._runs.values()):
+            self.release(run, outcome, why)
+
+    def release(self, run: Run, outcome: AttemptOutcome, why: str) -> None:
+        """Queue the job again, then hand its deliveries back."""
+        if run.finishing or run.releasing:
+            return
+        run.releasing = True
+        if run.handle is not None:
+            run.handle.cancel()
+        item = ReleaseItem(run.job_id, run.attempt, outcome, why)
+        self._actor.when(self._store.release(item), partial(self._on_released, run))
+
+    def _on_released(self, run: Run, future: Future[bool]) -> None:
+        if error := future.exception():
+            logger.error("Job %s is not released (%r); it is taken over later", run.job_id, error)
+        self._forget(run)
+        for delivery in self._live(run):
+            self._endings.hand_back(delivery)
+
+    def _live(self, run: Run) -> Sequence[Delivery]:
+        """The deliveries that still want an end; the others are forgotten."""
+        for delivery in run.deliveries:
+            if delivery.abandoned:
+                self._endings.forget()
+        return [delivery for delivery in run.deliveries if not delivery.abandoned]
+
+    def _forget(self, run: Run) -> None:
+        if self._runs.get(run.job_id) is run:
+            del self._runs[run.job_id]
