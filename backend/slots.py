@@ -69,7 +69,6 @@ class StepShape:
     kv_lengths: list[int] = field(default_factory=list)
     has_carry: bool = False
     new_penalty_rows: list[Sequence] = field(default_factory=list)
-    decode_groups: list[tuple[int, int]] | None = None  # of the SDPA kernel
 
 
 class _Packer:
