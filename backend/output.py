@@ -11,7 +11,7 @@ from typing import Any
 
 from backend.api import FinishReason, GenerationResult, TokenChunk, TokenLogprob, TokenmillError
 from backend.sequence import Sequence
-from backend.stopping import OutputAssembler, StopCriteria
+from backend.stopping import Finish, OutputAssembler, StopCriteria, TextDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class OutputProcessor:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else TextDecoder(tokenizer)
         self._on_stop = on_stop
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -78,36 +78,48 @@ class OutputProcessor:
     def _on_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         if sequence.number in self._settled or sequence.handle.done():
             return
-        with _Guard(sequence):
-            assembler = self._assembler(sequence)
-            piece = assembler.push(token_id, logprob)
-            if piece.text or piece.token_ids:
-                sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
-            if piece.finish is not None and isinstance(piece.finish.stop_reason, str):
-                self._settled.add(sequence.number)
-                self._settle(
-                    sequence, assembler, piece.finish.reason, piece.finish.stop_reason, self._clock()
-                )
-                self._on_stop(sequence)
+        try:
+            self._push(sequence, token_id, logprob)
+        except Exception as exc:
+            self._give_up(sequence, exc)
+            self._on_stop(sequence)
+
+    def _push(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        assembler = self._assembler(sequence)
+        piece = assembler.push(token_id, logprob)
+        if piece.text or piece.token_ids:
+            sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
+        if piece.finish is not None and isinstance(piece.finish.stop_reason, str):
+            self._settled.add(sequence.number)
+            self._settle(sequence, assembler, piece.finish, self._clock())
+            self._on_stop(sequence)
 
     def _on_finish(self, sequence: Sequence, now: float) -> None:
         assembler = self._assemblers.pop(sequence.number, None)
         if sequence.number in self._settled:
             self._settled.discard(sequence.number)
             return
+        try:
+            if sequence.needs_text:
+                self._end(sequence, assembler or self._new_assembler(sequence), now)
+            else:
+                self._settle_whole(sequence, now)
+        except Exception as exc:
+            self._give_up(sequence, exc)
+
+    def _end(self, sequence: Sequence, assembler: OutputAssembler, now: float) -> None:
         assert sequence.finish_reason is not None
-        with _Guard(sequence):
-            if assembler is None:
-                assembler = self._assembler(sequence)
-                self._assemblers.pop(sequence.number, None)
-                if not sequence.needs_text:
-                    self._settle_whole(sequence, now)
-                    return
-            if assembler.finish is None:
-                piece = assembler.end(sequence.finish_reason)
-                if piece.text or piece.token_ids:
-                    sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
-            self._settle(sequence, assembler, sequence.finish_reason, sequence.stop_reason, now)
+        if assembler.finish is None:
+            piece = assembler.end(sequence.finish_reason)
+            if piece.text or piece.token_ids:
+                sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
+        self._settle(sequence, assembler, assembler.finish or Finish(sequence.finish_reason), now)
+
+    def _give_up(self, sequence: Sequence, cause: Exception) -> None:
+        """Whatever goes wrong with one sequence's text is told to its caller, and nobody else."""
+        error = TokenmillError(f"the output could not be decoded: {cause!r}")
+        error.__cause__ = cause
+        sequence.handle.fail(error)
 
     def _on_fail(self, sequence: Sequence, error: TokenmillError) -> None:
         self._assemblers.pop(sequence.number, None)
@@ -117,28 +129,26 @@ class OutputProcessor:
     def _assembler(self, sequence: Sequence) -> OutputAssembler:
         assembler = self._assemblers.get(sequence.number)
         if assembler is None:
-            sampling = sequence.sampling
-            criteria = StopCriteria(
-                max_new=sequence.max_new_tokens,
-                eos_ids=sequence.eos_ids,
-                stop_token_ids=frozenset(sampling.stop_token_ids),
-                ignore_eos=sampling.ignore_eos,
-                min_tokens=sampling.min_tokens,
-            )
-            assembler = OutputAssembler(
-                self._tokenizer, criteria, sampling.stop, stream=sequence.request.stream
-            )
-            self._assemblers[sequence.number] = assembler
+            assembler = self._assemblers[sequence.number] = self._new_assembler(sequence)
         return assembler
+
+    def _new_assembler(self, sequence: Sequence) -> OutputAssembler:
+        sampling = sequence.sampling
+        criteria = StopCriteria(
+            max_new=sequence.max_new_tokens,
+            eos_ids=sequence.eos_ids,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            min_tokens=sampling.min_tokens,
+        )
+        return OutputAssembler(self._decoder, criteria, sampling.stop, stream=sequence.request.stream)
 
     def _settle_whole(self, sequence: Sequence, now: float) -> None:
         """The common case: nobody looked at the text on the way, so it is decoded at once."""
         assert sequence.finish_reason is not None
         text = ""
-        if self._tokenizer is not None and sequence.output_ids:
-            text = self._tokenizer.decode(
-                _text_ids(sequence), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+        if self._decoder is not None and sequence.output_ids:
+            text = self._decoder.decode(_text_ids(sequence))
         sequence.handle.finish(
             _result(
                 sequence,
@@ -151,32 +161,19 @@ class OutputProcessor:
             )
         )
 
-    def _settle(
-        self,
-        sequence: Sequence,
-        assembler: OutputAssembler,
-        reason: FinishReason,
-        stop_reason: str | int | None,
-        now: float,
-    ) -> None:
+    def _settle(self, sequence: Sequence, assembler: OutputAssembler, finish: Finish, now: float) -> None:
         logprobs = assembler.logprobs if sequence.logprobs is not None else None
         sequence.handle.finish(
-            _result(sequence, assembler.text, assembler.token_ids, logprobs, reason, stop_reason, now)
+            _result(
+                sequence,
+                assembler.text,
+                assembler.token_ids,
+                logprobs,
+                finish.reason,
+                finish.stop_reason,
+                now,
+            )
         )
-
-
-class _Guard:
-    """Whatever goes wrong with one sequence's text is told to its caller, and nobody else."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._sequence.handle.fail(TokenmillError(f"the output could not be decoded: {error!r}"))
 
 
 def _text_ids(sequence: Sequence) -> list[int]:
