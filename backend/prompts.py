@@ -43,7 +43,9 @@ class PromptEncoder:
                 "comes to no token at all", field=field, fix="Give at least one token of input"
             )
         # Some tokenizers have more tokens than their model.
-        self._check_ids(ids, field, "Remove the text that stands for it, or configure the model's own tokenizer")
+        self._check_ids(
+            ids, field, "Remove the text that stands for it, or configure the model's own tokenizer"
+        )
         return list(ids)
 
     def _check_ids(self, ids: Sequence[int], field: str, fix: str) -> None:
