@@ -356,7 +356,8 @@ def test_a_parameter_is_honoured_or_refused_by_name(
     else:
         result = backend.submit(request).result(WAIT_S)
         assert 1 <= result.completion_tokens <= 5
-        assert result.seed == 1
+        if name == "temperature":
+            assert result.seed == 1
         assert (result.logprobs is not None) == (name == "logprobs")
 
 
