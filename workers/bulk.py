@@ -38,7 +38,6 @@ from workers.bulk_input import (
     validate,
 )
 from workers.client import Client, Submission
-from workers.client.sync import with_seed
 
 log = logging.getLogger(__name__)
 DEFAULT_IN_FLIGHT = 1000
@@ -301,4 +300,4 @@ def _good_lines(source: BulkSource, file: IO[bytes]) -> Iterator[BulkLine]:
 
 
 def _submission(batch_id: str, line: BulkLine) -> Submission:
-    return Submission(with_seed(line.payload), batch_id=batch_id, position=line.line)
+    return Submission(line.payload, batch_id=batch_id, position=line.line)

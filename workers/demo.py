@@ -197,7 +197,18 @@ class Demo:
             began = time.monotonic()
             ended = runner.run(batch_id, source, file)
             elapsed_s = time.monotonic() - began
+            self._wait_for_samples(client, ended.completion_tokens)
             return self._outcome(client, batch_id, source, ended, elapsed_s)
+
+    def _wait_for_samples(self, client: Client, tokens: int) -> None:
+        """The worker writes what it did at intervals: wait for the last one, or there would be a gap."""
+        give_up = time.monotonic() + 3 * self.settings.sample_interval_s
+        while time.monotonic() < give_up:
+            with reading(client.engine()) as connection:
+                sampled = connection.scalar(select(func.sum(EngineSample.generated_tokens)))
+            if sampled is not None and sampled >= tokens:
+                return
+            time.sleep(0.05)
 
     def _outcome(
         self, client: Client, batch_id: str, source: BulkSource, ended: BatchProgress, elapsed_s: float

@@ -40,13 +40,13 @@ GROUP BY w.name, w.device
 ORDER BY new_tokens DESC""",
     ),
     Question(
-        "How fast was the engine, and how busy the device, moment by moment?",
+        "When was the engine fastest, and how busy was the device then?",
         """\
 SELECT s.sampled_at, s.running, s.waiting, s.generated_tokens AS new_tokens,
        s.generated_tokens / s.interval_s AS tokens_per_s, 100 * s.active_fraction AS active_percent
 FROM engine_sample s
-WHERE s.generated_tokens > 0
-ORDER BY s.sampled_at""",
+ORDER BY tokens_per_s DESC
+LIMIT 5""",
     ),
     Question(
         "Which jobs took longest, and why did they end?",

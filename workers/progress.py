@@ -145,7 +145,7 @@ class LineReporter:
     def _print(self, now: Snapshot) -> None:
         self._shown = now
         parts = [f"{self._what}: {now.done:,}/{now.total:,} done", details(now, self._speed)]
-        self._console.print(", ".join(part for part in parts if part), markup=False)
+        self._console.print(", ".join(part for part in parts if part), markup=False, soft_wrap=True)
 
 
 def details(now: Snapshot, speed: Speed) -> str:

@@ -130,16 +130,19 @@ def database(settings: Settings, *, check: bool = True) -> Iterator[Engine]:
 
 def console() -> Console:
     """Where results go; plain text when it is not a terminal."""
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return _console(sys.stdout.isatty(), stderr=False)
 
 
 def errors() -> Console:
     """Where progress and notices go, so that standard output can be piped."""
+    return _console(sys.stderr.isatty(), stderr=True)
+
+
+def _console(terminal: bool, *, stderr: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    # In a file or a pipe nothing must be cut or wrapped at an imagined width.
+    return Console(stderr=stderr, highlight=False, soft_wrap=not terminal, width=None if terminal else 160)
 
 
 def params_from(pairs: list[str]) -> dict[str, Any]:

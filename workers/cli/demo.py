@@ -103,7 +103,7 @@ def _show_summary(out: Console, summary: Summary) -> None:
     from rich.table import Table
 
     def seconds(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f} s"
+        return "-" if value is None else f"{value:.3f} s"
 
     active = "-" if summary.active is None else f"{summary.active:.1%}"
     table = Table.grid(padding=(0, 2))
@@ -128,7 +128,8 @@ def _show_table(out: Console, answer: Answer) -> None:
 
     table = Table(box=SIMPLE, pad_edge=False)
     for name in answer.columns:
-        table.add_column(name, justify="left" if name in ("worker", "device", "custom_id") else "right")
+        left = name in ("worker", "device", "custom_id", "sampled_at")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     for row in answer.rows:
-        table.add_row(*(escape(f"{value:.2f}" if isinstance(value, float) else str(value)) for value in row))
+        table.add_row(*(escape(f"{value:.3f}" if isinstance(value, float) else str(value)) for value in row))
     out.print(table)

@@ -156,14 +156,14 @@ class Client:
             yield from self.submit_payloads(chunk)
 
     def payload(self, fields: Mapping[str, Any]) -> GeneratePayload:
-        """Validate a request and fill in the settings' model and, where sampling is random, a seed.
+        """Validate a request, with the settings' model where it names none.
 
         Raises:
             RequestError: names the field, the value and the fix.
         """
         payload = GeneratePayload.parse({"model": self.settings.model} | dict(fields))
         payload.check_limits(self.settings)
-        return with_seed(payload)
+        return payload
 
     def submit_payloads(self, submissions: Sequence[Submission]) -> list[JobHandle]:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
@@ -197,7 +197,9 @@ class Client:
         return Submission(self.payload(fields), idempotency_key=key)
 
     def _new_job(self, submission: Submission, now: datetime) -> NewJob:
-        payload = submission.payload
+        # The key must find the same job again, so what is compared is the request before a seed is drawn.
+        asked_for = submission.payload.digest()
+        payload = with_seed(submission.payload)
         job_id = uuid7()
         deadline = None if payload.deadline_s is None else now + timedelta(seconds=payload.deadline_s)
         return NewJob(
@@ -206,7 +208,7 @@ class Client:
             position=submission.position,
             custom_id=payload.custom_id,
             idempotency_key=submission.idempotency_key,
-            payload_hash=payload.digest(),
+            payload_hash=asked_for,
             tenant=payload.tenant,
             model=payload.model,
             queue=queue_for(payload.model),

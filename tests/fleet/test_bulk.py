@@ -1,0 +1,287 @@
+"""Whole files through a real fleet (echo): order, failures, bounded flight, interruption, resumption, cancel."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from backend.api import ConfigurationError
+from models_db.batches import BatchProgress, request_cancel_batch
+from models_db.session import transaction
+from models_db.tables import BatchState, JobState
+from tests.fleet.echo_fleet import echo_fleet
+from workers.broker import Broker, BrokerUnavailableError
+from workers.bulk import BulkRunner, validate_source
+from workers.bulk_export import errors_path_for
+from workers.bulk_input import LineOptions
+from workers.cli import app
+from workers.cli.common import ExitCode
+from workers.client import Client
+from workers.demo import Demo
+
+IDLE = "nobody-serves-this"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    with echo_fleet(tmp_path_factory.mktemp("fleet")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(fleet: Demo) -> Iterator[Client]:
+    settings = fleet.settings.model_copy(update={"models": (IDLE,)})
+    with Client(settings) as made:
+        yield made
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def rows(count: int, **fields: Any) -> list[dict[str, Any]]:
+    return [{"custom_id": f"line-{n}", "prompt": f"word{n}", "max_tokens": 1} | fields for n in range(count)]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def bulk(fleet: Demo, *arguments: str | Path) -> Result:
+    urls = ["--database-url", fleet.settings.database_url]
+    if arguments[0] in ("run", "resume"):
+        urls += ["--broker-url", fleet.settings.broker_url]
+    return CliRunner().invoke(app, ["bulk", *map(str, arguments), *urls])
+
+
+def batch_id_of(done: Result) -> str:
+    return done.stderr.split("Batch ", 1)[1].split(":", 1)[0]
+
+
+def test_a_file_comes_back_in_its_order_with_its_own_keys(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [row | {"answer": n} for n, row in enumerate(rows(300))])
+    output = tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output, "--in-flight", "50")
+    assert done.exit_code == 0, done.output
+    assert "Carried through to the output unchanged: answer." in done.stderr
+    assert "300/300 done" in done.stderr
+    assert [(line["custom_id"], line["text"], line["answer"]) for line in lines(output)] == [
+        (f"line-{n}", f"word{n}", n) for n in range(300)
+    ]
+    assert lines(errors_path_for(output)) == []
+
+    again = tmp_path / "again.jsonl"
+    assert bulk(fleet, "export", batch_id_of(done), "-o", again).exit_code == 0
+    assert again.read_bytes() == output.read_bytes()
+    shown = json.loads(bulk(fleet, "status", batch_id_of(done), "--json").stdout)
+    assert (shown["state"], shown["counts"]["succeeded"]) == ("completed", 300)
+
+
+def test_failed_lines_are_reported_and_spoil_no_other(fleet: Demo, tmp_path: Path) -> None:
+    mixed = rows(10)
+    mixed[4]["prompt"] = "   "
+    mixed[7]["token_ids"] = [10**9]
+    del mixed[7]["prompt"]
+    source, output = write(tmp_path / "in.jsonl", mixed), tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output, "--no-chat")
+    assert done.exit_code == ExitCode.FAILED
+    assert len(lines(output)) == 8
+    failures = lines(errors_path_for(output))
+    assert [(line["custom_id"], line["line"], line["state"]) for line in failures] == [
+        ("line-4", 5, "failed"),
+        ("line-7", 8, "failed"),
+    ]
+    assert "holds no word to echo" in failures[0]["error"]["message"]
+    assert "8 answers" in done.stderr
+    assert "2 failures" in done.stderr
+
+
+def test_options_fill_what_lines_leave_out(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"custom_id": str(n), "prompt": "a b c"} for n in range(5)])
+    output = tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output, "--limit", "2", "--max-tokens", "2", "-p", "stop=zzz")
+    assert done.exit_code == 0
+    assert [line["text"] for line in lines(output)] == ["a b", "a b"]
+
+
+def test_standard_input_is_an_input_too(fleet: Demo, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    urls = ["--database-url", fleet.settings.database_url, "--broker-url", fleet.settings.broker_url]
+    text = "".join(json.dumps(row | {"answer": 1}) + "\n" for row in rows(3))
+    done = CliRunner().invoke(app, ["bulk", "run", "-", "-o", str(output), *urls], input=text)
+    assert done.exit_code == 0, done.output
+    assert [(line["text"], line["answer"]) for line in lines(output)] == [(f"word{n}", 1) for n in range(3)]
+
+
+def run_batch(
+    client: Client,
+    source: Path,
+    report: Callable[[BatchProgress], None] = lambda progress: None,
+    *,
+    model: str = "smollm2",
+    in_flight: int = 1000,
+    broker: Broker | None = None,
+    sleep: Callable[[float], None] | None = None,
+) -> BatchProgress:
+    options = LineOptions(defaults={"model": model})
+    with source.open("rb") as file:
+        made, _ = validate_source(str(source), file, options)
+        extra: dict[str, Any] = {} if sleep is None else {"sleep": sleep}
+        runner = BulkRunner(client, in_flight=in_flight, report=report, broker=broker, **extra)
+        return runner.run(runner.create("test", made), made, file)
+
+
+def test_no_more_than_asked_for_is_in_flight(client: Client, tmp_path: Path) -> None:
+    seen: list[int] = []
+    source = write(tmp_path / "in.jsonl", rows(200))
+    ended = run_batch(
+        client, source, lambda now: seen.append(now.inserted - now.done), in_flight=16, sleep=lambda s: None
+    )
+    assert ended.state is BatchState.COMPLETED
+    assert max(seen) <= 16
+    assert max(seen) > 0
+
+
+def test_an_interrupted_run_is_resumed_where_it_stood(fleet: Demo, client: Client, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [row | {"answer": n} for n, row in enumerate(rows(120))])
+    stopped: list[BatchProgress] = []
+
+    def interrupt(now: BatchProgress) -> None:
+        if now.inserted >= 40:
+            stopped.append(now)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(client, source, interrupt, in_flight=20)
+    batch_id = stopped[0].id
+    assert stopped[0].state is BatchState.VALIDATING
+    assert stopped[0].inserted < 120
+
+    output = tmp_path / "out.jsonl"
+    done = bulk(fleet, "resume", batch_id, "-o", output)
+    assert done.exit_code == 0, done.output
+    whole = tmp_path / "whole.jsonl"
+    assert bulk(fleet, "run", source, "-o", whole).exit_code == 0
+
+    def answers(path: Path) -> list[tuple[Any, ...]]:
+        return [(line["custom_id"], line["text"], line["answer"]) for line in lines(path)]
+
+    assert answers(output) == answers(whole)
+    twice = tmp_path / "twice.jsonl"
+    assert bulk(fleet, "resume", batch_id, "-o", twice).exit_code == 0  # a finished batch is only exported
+    assert twice.read_bytes() == output.read_bytes()
+
+
+def test_a_changed_file_is_not_mixed_into_a_resumed_batch(
+    fleet: Demo, client: Client, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", rows(60))
+    stopped: list[str] = []
+
+    def interrupt(now: BatchProgress) -> None:
+        if now.inserted:
+            stopped.append(now.id)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(client, source, interrupt, in_flight=10)
+    write(source, rows(61))
+    done = bulk(fleet, "resume", stopped[0], "-o", tmp_path / "out.jsonl")
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert "has changed since the batch was made" in done.stderr
+
+
+def test_a_batch_cancelled_while_it_is_fed_ends_with_nothing_left(client: Client, tmp_path: Path) -> None:
+    cancelled: list[str] = []
+
+    def cancel(now: BatchProgress) -> None:
+        if now.inserted and not cancelled:
+            cancelled.append(now.id)
+            transaction(client.engine(), lambda conn: request_cancel_batch(conn, now.id))
+
+    source = write(tmp_path / "in.jsonl", rows(100))
+    ended = run_batch(client, source, cancel, model=IDLE, in_flight=10)
+    assert ended.state is BatchState.CANCELLED
+    assert ended.counts[JobState.CANCELLED] == ended.inserted == ended.done
+    assert ended.inserted < 100
+
+
+def test_jobs_that_redis_refused_are_published_when_it_is_back(
+    fleet: Demo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Flaky(Broker):
+        """Refuses twice: the client's publication and the first repetition."""
+
+        def __init__(self, url: str) -> None:
+            super().__init__(url)
+            self.refusals = 2
+
+        def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise BrokerUnavailableError("redis://away", ConnectionError("refused"))
+            super().publish(messages)
+
+    broker = Flaky(fleet.settings.broker_url)
+    moments = iter(range(0, 10_000_000, 6))  # the next repetition is always due
+    with Client(fleet.settings, broker=broker) as client:
+        source = write(tmp_path / "in.jsonl", rows(5))
+        with source.open("rb") as file:
+            made, _ = validate_source(str(source), file, LineOptions(defaults={"model": "smollm2"}))
+            runner = BulkRunner(
+                client, broker=broker, clock=lambda: float(next(moments)), sleep=lambda s: None
+            )
+            ended = runner.run(runner.create("flaky", made), made, file)
+    assert ended.counts[JobState.SUCCEEDED] == 5
+    assert "still wait to be published" in caplog.text
+
+
+def test_in_flight_must_be_positive(client: Client) -> None:
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        BulkRunner(client, in_flight=0)
+
+
+def test_ctrl_c_leaves_a_batch_that_can_be_cancelled_and_says_how(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", rows(30, model=IDLE))
+    environment = os.environ | {
+        "TOKENMILL_BROKER_URL": fleet.settings.broker_url,
+        "TOKENMILL_DATABASE_URL": fleet.settings.database_url,
+        "TOKENMILL_MODELS": IDLE,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "workers.cli",
+        "bulk",
+        "run",
+        str(source),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+    ]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = process.stderr.readline()
+    batch_id = seen.split("Batch ", 1)[1].split(":", 1)[0]
+    while json.loads(bulk(fleet, "status", batch_id, "--json").stdout)["counts"]["queued"] < 30:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=20)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert f"tokenmill bulk cancel {batch_id}" in rest
+    assert f"tokenmill bulk resume {batch_id}" in rest
+    assert "Traceback" not in rest
+    assert not (tmp_path / "out.jsonl").exists()
+    cancelled = bulk(fleet, "cancel", batch_id)
+    assert "30 jobs cancelled" in cancelled.stdout
+    shown = json.loads(bulk(fleet, "status", batch_id, "--json").stdout)
+    assert shown["state"] == "cancelled"

@@ -1,0 +1,135 @@
+"""The output of a batch: order, what a line holds, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models_db.batches import BatchRow
+from models_db.jobs import StoredResult
+from models_db.tables import JobState
+from workers import bulk_export
+from workers.bulk_export import atomic_write, errors_path_for, export_batch
+from workers.bulk_input import read_carried
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=20)
+
+
+def row(
+    position: int, *, text: str | None = "fine", state: JobState | None = None, **fields: Any
+) -> BatchRow:
+    result = None if text is None else StoredResult(text, "stop", 3, 5, latency_s=0.1234567)
+    given = {
+        "position": position,
+        "custom_id": f"line-{position}",
+        "job_id": f"job-{position}",
+        "state": state or (JobState.FAILED if text is None else JobState.SUCCEEDED),
+        "model": "smollm2",
+        "error_type": None,
+        "error_message": None,
+        "result": result,
+    }
+    return BatchRow(**(given | fields))
+
+
+def export(
+    rows: list[BatchRow], output: Path, monkeypatch: pytest.MonkeyPatch, source: bytes | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    monkeypatch.setattr(bulk_export, "iter_batch_rows", lambda connection, batch_id: iter(rows))
+    file = None if source is None else io.BytesIO(source)
+    export_batch(None, "batch", output, source=file)  # type: ignore[arg-type]
+    return lines(output), lines(errors_path_for(output))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def test_results_and_errors_keep_the_order_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        row(1),
+        row(2, text=None, error_type="prompt_too_long", error_message="too long"),
+        row(4),
+        row(5, text=None, state=JobState.CANCELLED),
+        row(6, text=None, state=JobState.RUNNING),
+    ]
+    results, failures = export(rows, tmp_path / "out.jsonl", monkeypatch)
+    assert [line["custom_id"] for line in results] == ["line-1", "line-4"]
+    assert [(line["line"], line["state"], line["error"]["code"]) for line in failures] == [
+        (2, "failed", "prompt_too_long"),
+        (5, "cancelled", "cancelled"),
+        (6, "running", "not_finished"),
+    ]
+
+
+def test_a_line_leaves_out_what_was_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,), _ = export([row(1)], tmp_path / "out.jsonl", monkeypatch)
+    assert line["latency_s"] == 0.123457
+    assert not {"token_ids", "logprobs", "stop_reason", "seed"} & line.keys()
+
+
+def test_other_keys_of_the_input_come_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        b'{"custom_id": "line-1", "prompt": "x", "answer": "18"}\n\n{"custom_id": "line-3", "answer": 2}\n'
+    )
+    results, failures = export([row(1), row(3, text=None)], tmp_path / "out.jsonl", monkeypatch, source)
+    assert results[0]["answer"] == "18"
+    assert failures[0]["answer"] == 2
+
+
+def test_keys_of_another_file_are_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = b'{"custom_id": "someone else", "answer": "18"}\n'
+    results, _ = export([row(1), row(2)], tmp_path / "out.jsonl", monkeypatch, source)
+    assert [("answer" in line) for line in results] == [False, False]
+
+
+@given(answers=st.lists(texts), extra=st.dictionaries(texts.map("a column called {}".format), texts))
+def test_any_answer_survives_the_round_trip(
+    answers: list[str], extra: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    output = tmp_path_factory.mktemp("out") / "out.jsonl"
+    rows = [row(number, text=answer) for number, answer in enumerate(answers, 1)]
+    source = "".join(json.dumps({"custom_id": line.custom_id} | extra) + "\n" for line in rows)
+    with pytest.MonkeyPatch.context() as patch:
+        results, _ = export(rows, output, patch, source.encode())
+    assert [line["text"] for line in results] == answers
+    assert all(line[name] == value for line in results for name, value in extra.items())
+
+
+def test_a_failed_export_leaves_the_old_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("old\n")
+
+    def broken(connection: object, batch_id: str) -> Any:
+        yield row(1)
+        raise OSError("the database went away")
+
+    monkeypatch.setattr(bulk_export, "iter_batch_rows", broken)
+    with pytest.raises(OSError, match="went away"):
+        export_batch(None, "batch", output)  # type: ignore[arg-type]
+    assert output.read_text() == "old\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_an_atomic_file_shows_nothing_before_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_write(path) as file:
+        file.write("whole")
+        assert not path.exists()
+    assert path.read_text() == "whole"
+
+
+def test_lines_gone_bad_since_validation_carry_nothing() -> None:
+    file = io.BytesIO(b'{"custom_id": "a", "x": 1}\n\xff\n[1]\n{"custom_id": "b", "y": 2}\n')
+    assert [(line.line, line.custom_id, line.extra) for line in read_carried(file)] == [
+        (1, "a", {"x": 1}),
+        (4, "b", {"y": 2}),
+    ]
