@@ -17,7 +17,7 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            linear.weight.detach().to_mkldnn(), _BATCH_HINT
+            linear.weight.detach(), _BATCH_HINT
         )
         self._bias = linear.bias
 

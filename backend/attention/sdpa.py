@@ -1,11 +1,13 @@
 """Attention by PyTorch's own operators: the CPU's kernel, and the reference for every other one.
 
-Decode rows of similar length are gathered from their blocks and attend together; the query heads that share a
-key head are treated as queries of one head, so that keys and values are never repeated in memory. Prefill rows
-attend one by one.
+All decode rows are gathered from their blocks, padded to the longest, and attend together; prefill rows attend
+one by one. The query heads that share a key head are treated as queries of one head, so that keys and values are
+never repeated in memory. What depends on the step alone (tables, masks) is made once a step, not once a layer.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,11 +17,31 @@ from backend.kv_cache import KVCache
 from backend.slots import StepInputs, StepShape
 
 
+@dataclass(slots=True)
+class Segment:
+    """Rows that attend together: ``rows`` of them, with ``queries`` tokens each, over ``length`` cached tokens.
+
+    ``mask`` is additive and broadcasts to ``[rows, 1, queries, length]``; ``None`` where every query sees all.
+    """
+
+    first: int  # token of the step
+    rows: int
+    queries: int
+    blocks: torch.Tensor  # int32 [rows * blocks of a row]
+    length: int
+    mask: torch.Tensor | None
+
+
 class SdpaKernel:
     """Gathers each row's keys and values, then calls ``scaled_dot_product_attention`` (or plain products where
     soft caps or sinks ask for them)."""
 
     name = "sdpa"
+
+    def __init__(self) -> None:
+        self._shape: StepShape | None = None
+        self._segments: dict[int | None, list[Segment]] = {}
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def attend(
         self,
@@ -31,25 +53,66 @@ class SdpaKernel:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionKernel.attend``."""
+        if self._shape is not shape:
+            self._shape, self._segments = shape, {}
+        segments = self._segments.get(params.window)
+        if segments is None:
+            segments = make_segments(inputs, shape, cache.block_size, params.window, query.dtype)
+            self._segments[params.window] = segments
         keys, values = cache.keys[layer], cache.values[layer]
-        output = torch.empty_like(query)
-        for first, last in decode_groups(shape):
-            output[first:last] = _attend_decode(query, keys, values, inputs, shape, params, first, last)
-        at = shape.num_decode
-        for row in range(shape.num_decode, len(shape.query_lengths)):
-            length = shape.query_lengths[row]
-            output[at : at + length] = _attend_row(
-                query[at : at + length], keys, values, inputs.block_table[row], shape.kv_lengths[row], params
-            )
-            at += length
-        return output
+        parts = [self._attend_segment(query, keys, values, segment, params) for segment in segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_segment(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        segment: Segment,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        kv_heads, head_size = keys.shape[2:]
+        rows, queries = segment.rows, segment.queries
+        group = query.shape[1] // kv_heads
+        k = self._gather("k", keys, segment).transpose(1, 2)
+        v = self._gather("v", values, segment).transpose(1, 2)
+        # [rows * queries, heads, size] → [rows, kv heads, group * queries, size]
+        q = query[segment.first : segment.first + rows * queries]
+        q = q.reshape(rows, queries, kv_heads, group, head_size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = segment.mask
+        if mask is not None and queries > 1:
+            mask = mask.repeat(1, 1, group, 1)
+        sinks = None
+        if params.sinks is not None:
+            sinks = params.sinks.view(1, kv_heads, group, 1).repeat_interleave(queries, dim=2)
+        output = _attention(q, k, v, mask, params, sinks)
+        output = output.view(rows, kv_heads, group, queries, head_size).permute(0, 3, 1, 2, 4)
+        return output.reshape(rows * queries, -1, head_size)
+
+    def _gather(self, name: str, pages: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """``[rows, length, kv heads, size]`` in a buffer that is used again: fresh pages are slow to touch."""
+        block_size, kv_heads, head_size = pages.shape[1:]
+        size = segment.blocks.numel() * block_size * kv_heads * head_size
+        scratch = self._scratch.get((name, pages.dtype))
+        if scratch is None or scratch.numel() < size:
+            scratch = self._scratch[name, pages.dtype] = pages.new_empty(size)
+        flat = scratch[:size].view(segment.blocks.numel(), -1)
+        torch.index_select(pages.flatten(1), 0, segment.blocks, out=flat)
+        return flat.view(segment.rows, -1, kv_heads, head_size)[:, : segment.length]
 
 
-def decode_groups(shape: StepShape) -> list[tuple[int, int]]:
-    """Ranges of consecutive decode rows that attend together; computed once a step."""
-    if shape.decode_groups is None:
-        shape.decode_groups = [(0, shape.num_decode)] if shape.num_decode else []
-    return shape.decode_groups
+def make_segments(
+    inputs: StepInputs, shape: StepShape, block_size: int, window: int | None, dtype: torch.dtype
+) -> list[Segment]:
+    """The segments of a step for layers with this sliding window."""
+    segments = []
+    if shape.num_decode:
+        segments.append(_decode_segment(inputs, shape, block_size, window, dtype))
+    at = shape.num_decode
+    for row in range(shape.num_decode, len(shape.query_lengths)):
+        segments.append(_prefill_segment(inputs, shape, row, at, block_size, window, dtype))
+        at += shape.query_lengths[row]
+    return segments
 
 
 def _first_block(position: int, window: int | None, block_size: int) -> int:
@@ -57,73 +120,53 @@ def _first_block(position: int, window: int | None, block_size: int) -> int:
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
-def _attend_decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+def _decode_segment(
+    inputs: StepInputs, shape: StepShape, block_size: int, window: int | None, dtype: torch.dtype
+) -> Segment:
+    count = shape.num_decode
+    lengths = shape.kv_lengths[:count]
+    shortest, longest = min(lengths), max(lengths)
+    begin = _first_block(shortest - 1, window, block_size)
+    offset, length = begin * block_size, longest - begin * block_size
+    mask = None
+    if shortest < longest or window is not None:
+        positions = torch.arange(offset, longest, dtype=torch.int32, device=inputs.kv_lengths.device)
+        ends = inputs.kv_lengths[:count, None]
+        visible = positions < ends
+        if window is not None:
+            visible &= positions >= ends - window
+        mask = _additive(visible, dtype)[:, None, None, :]
+    blocks = inputs.block_table[:count, begin : -(-longest // block_size)].reshape(-1)
+    return Segment(0, count, 1, blocks, length, mask)
+
+
+def _prefill_segment(
     inputs: StepInputs,
     shape: StepShape,
-    params: AttentionParams,
+    row: int,
     first: int,
-    last: int,
-) -> torch.Tensor:
-    block_size, kv_heads, head_size = keys.shape[1:]
-    lengths = shape.kv_lengths[first:last]
-    shortest, longest = min(lengths), max(lengths)
-    begin = _first_block(shortest - 1, params.window, block_size)
-    end = -(-longest // block_size)
-    count = last - first
-    table = inputs.block_table[first:last, begin:end].reshape(-1)
-    gathered = (count, (end - begin) * block_size, kv_heads, head_size)
-    k = keys.index_select(0, table).view(gathered).transpose(1, 2)
-    v = values.index_select(0, table).view(gathered).transpose(1, 2)
-    q = query[first:last].reshape(count, kv_heads, -1, head_size)
-
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> Segment:
+    queries, kv_length = shape.query_lengths[row], shape.kv_lengths[row]
+    start = kv_length - queries
+    begin = _first_block(start, window, block_size)
     offset = begin * block_size
-    mask = None
-    if shortest < end * block_size or params.window is not None:
-        positions = torch.arange(offset, end * block_size, dtype=torch.int32, device=query.device)
-        ends = inputs.kv_lengths[first:last, None]
-        mask = positions < ends
-        if params.window is not None:
-            mask &= positions >= ends - params.window
-        mask = mask[:, None, None, :]
-    sinks = None if params.sinks is None else params.sinks.view(1, kv_heads, -1, 1)
-    return _attention(q, k, v, mask, params, sinks).reshape(count, -1, head_size)
+    device = inputs.kv_lengths.device
+    here = torch.arange(start, kv_length, device=device)[:, None]
+    there = torch.arange(offset, kv_length, device=device)[None, :]
+    visible = there <= here
+    if window is not None:
+        visible &= there > here - window
+    blocks = inputs.block_table[row, begin : -(-kv_length // block_size)]
+    return Segment(first, 1, queries, blocks, kv_length - offset, _additive(visible, dtype)[None, None])
 
 
-def _attend_row(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    kv_length: int,
-    params: AttentionParams,
-) -> torch.Tensor:
-    block_size, kv_heads, head_size = keys.shape[1:]
-    count = query.shape[0]
-    start = kv_length - count
-    begin = _first_block(start, params.window, block_size)
-    end = -(-kv_length // block_size)
-    blocks = table[begin:end]
-    offset = begin * block_size
-    k = keys.index_select(0, blocks).flatten(0, 1)[: kv_length - offset].transpose(0, 1)
-    v = values.index_select(0, blocks).flatten(0, 1)[: kv_length - offset].transpose(0, 1)
-
-    here = torch.arange(start, kv_length, device=query.device)[:, None]
-    there = torch.arange(offset, kv_length, device=query.device)[None, :]
-    mask = there <= here
-    if params.window is not None:
-        mask &= there > here - params.window
-    # [tokens, heads, size] → [kv heads, group * tokens, size]
-    group = query.shape[1] // kv_heads
-    q = query.view(count, kv_heads, group, head_size).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_size)
-    mask = mask.repeat(group, 1)
-    sinks = None
-    if params.sinks is not None:
-        sinks = params.sinks.view(1, kv_heads, group, 1).repeat_interleave(count, dim=2)
-    output = _attention(q, k[None], v[None], mask, params, sinks)
-    return output.view(kv_heads, group, count, head_size).permute(2, 0, 1, 3).reshape(count, -1, head_size)
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, float("-inf")
+    )
 
 
 def _attention(
@@ -141,7 +184,7 @@ def _attention(
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     precise = torch.float64 if scores.dtype == torch.float64 else torch.float32
     if sinks is not None:
         sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
