@@ -132,9 +132,7 @@ def redact(url: str | URL) -> str:
         parsed = make_url(url)
     except ArgumentError:
         return "(unreadable database URL)"
-    return parsed.set(query={}, password="***" if parsed.password else None).render_as_string(
-        hide_password=False
-    )
+    return parsed.set(query={}).render_as_string(hide_password=True)
 
 
 def _parse(url: str) -> tuple[URL, str]:

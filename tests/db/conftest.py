@@ -39,9 +39,7 @@ def running_server(kind: Kind) -> Iterator[Server | None]:
 
 
 @pytest.fixture(scope="session")
-def migrated_url(
-    running_server: Server | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def migrated_url(running_server: Server | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A database of this run's own, migrated."""
     with ExitStack() as stack:
         if running_server is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields as fields_of
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -38,15 +39,19 @@ def new_result(text: str = "a fine answer", **fields: Any) -> StoredResult:
 
 
 def new_sample(worker_id: str, **fields: Any) -> NewSample:
-    names = (
-        "running waiting prompt_tokens cached_tokens generated_tokens steps requests_finished requests_failed "
-        "preemptions busy_s prepare_s active_fraction kv_used_fraction"
-    ).split()
-    return NewSample(**(dict.fromkeys(names, 0) | {"worker_id": worker_id, "interval_s": 5.0} | fields))
+    zeros = {spec.name: 0 for spec in fields_of(NewSample)}
+    return NewSample(**(zeros | {"worker_id": worker_id, "interval_s": 5.0, "sampled_at": T0} | fields))
 
 
 def add_workers(engine: Engine, *ids: str, **fields: Any) -> None:
-    defaults = {"host": "host", "pid": 1, "version": "0", "backend": "echo", "model": "smollm2", "started_at": T0}
+    defaults = {
+        "host": "host",
+        "pid": 1,
+        "version": "0",
+        "backend": "echo",
+        "model": "smollm2",
+        "started_at": T0,
+    }
     with engine.begin() as conn:
         for worker_id in ids:
             register_worker(conn, NewWorker(id=worker_id, **({"name": worker_id} | defaults | fields)))
@@ -57,7 +62,9 @@ def add_jobs(engine: Engine, *ids: str, **fields: Any) -> None:
         insert_jobs(conn, [new_job(job_id, **fields) for job_id in ids])
 
 
-def claim_one(engine: Engine, job_id: str, worker: str, dead: tuple[str, ...] = (), **kw: Any) -> ClaimOutcome:
+def claim_one(
+    engine: Engine, job_id: str, worker: str, dead: tuple[str, ...] = (), **kw: Any
+) -> ClaimOutcome:
     with engine.begin() as conn:
         return claim(conn, [ClaimItem(new_job(job_id))], worker, dead, **kw)[0]
 

@@ -135,7 +135,11 @@ def test_a_cancel_before_the_claim_ends_the_job_in_place(fleet):
         assert request_cancel(conn, ["j"]) == {"j": JobState.RUNNING}
     assert claim_one(fleet, "j", "w1").cancel_requested, "a joined delivery learns of the wish"
     outcome = claim_one(fleet, "j", "w2", dead=("w1",), now=at(3))
-    assert (outcome.kind, outcome.attempt, outcome.outcome.state) == (ClaimKind.TERMINAL, 1, JobState.CANCELLED)
+    assert (outcome.kind, outcome.attempt, outcome.outcome.state) == (
+        ClaimKind.TERMINAL,
+        1,
+        JobState.CANCELLED,
+    )
     with fleet.connect() as conn:
         assert job_status(conn, "j").finished_at == at(3)
         assert attempts(conn, "j") == [(1, "w1", AttemptOutcome.LOST)]
@@ -157,7 +161,11 @@ def test_release_queues_the_job_again_for_anyone(fleet):
     claim_one(fleet, "j", "w1")
     claim_one(fleet, "k", "w1")
     with fleet.begin() as conn:
-        items = [ReleaseItem("j", 1), ReleaseItem("k", 1, AttemptOutcome.LOST, "engine died"), ReleaseItem("no", 1)]
+        items = [
+            ReleaseItem("j", 1),
+            ReleaseItem("k", 1, AttemptOutcome.LOST, "engine died"),
+            ReleaseItem("no", 1),
+        ]
         assert release(conn, items, "w2") == [False, False, False]
         assert release(conn, items, "w1") == [True, True, False]
         assert release(conn, items, "w1") == [False, False, False]

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy.exc import StatementError
 
 from models_db.batches import create_batch, finish_batch_if_done, set_batch_state
 from models_db.claims import ClaimKind
@@ -56,13 +57,18 @@ def test_a_new_job_is_queued_with_everything_it_was_given(db):
         assert (job.tenant, job.priority, job.deadline_at, job.custom_id) == ("acme", 9, at(60), "line-1")
         assert (job.state, job.attempt, job.owner, job.published_at) == (JobState.QUEUED, 0, None, None)
         message = stored_messages(conn, ["j", "unknown"])["j"]
-        assert (message.queue, message.message) == ("tokenmill.smollm2", {"headers": {"id": "j"}, "body": "…"})
+        assert (message.queue, message.message) == (
+            "tokenmill.smollm2",
+            {"headers": {"id": "j"}, "body": "…"},
+        )
         assert job_status(conn, "unknown") is None
         assert job_result(conn, "j") is None
 
 
 def test_ids_names_and_keys_compare_byte_for_byte(db):
-    insert(db, new_job("ab"), new_job("AB"), new_job("ab "), new_job("äb"), keyed("1", "key"), keyed("2", "KEY "))
+    insert(
+        db, new_job("ab"), new_job("AB"), new_job("ab "), new_job("äb"), keyed("1", "key"), keyed("2", "KEY ")
+    )
     with db.connect() as conn:
         assert set(job_states(conn, ["ab", "AB", "ab ", "äb", "aB"])) == {"ab", "AB", "ab ", "äb"}
 
@@ -138,8 +144,8 @@ def test_a_custom_id_occurs_once_in_its_batch(db):
         insert(db, new_job("4"), new_job("5", batch_id="b1", **line))
     with pytest.raises(DuplicateCustomIdError, match="'line' occurs twice in batch b1"):
         insert(db, new_job("4"), keyed("5", batch_id="b1", **line))
+    twin = {"batch_id": "b2", "custom_id": "twin", "position": 1}
     with pytest.raises(DuplicateCustomIdError, match="'twin' occurs twice in batch b2"):
-        twin = {"batch_id": "b2", "custom_id": "twin", "position": 1}
         insert(db, new_job("4", **twin), new_job("5", **twin))
     assert snapshot(db) == before
 
@@ -236,7 +242,11 @@ def test_retry_queues_failed_jobs_afresh_and_keeps_their_history(db):
     with db.begin() as conn:
         lines = [new_job(name, batch_id="b", position=n) for n, name in enumerate(("failed", "fine"), 1)]
         insert_jobs(conn, lines)
-    for name, state in (("alone", JobState.FAILED), ("failed", JobState.FAILED), ("fine", JobState.SUCCEEDED)):
+    for name, state in (
+        ("alone", JobState.FAILED),
+        ("failed", JobState.FAILED),
+        ("fine", JobState.SUCCEEDED),
+    ):
         claim_one(db, name, "w", now=at(1))
         finish_one(db, name, 1, "w", state, now=at(2))
     with db.begin() as conn:
@@ -283,7 +293,5 @@ def test_retry_replaces_the_result_and_says_what_it_needs(db):
 
 
 def test_a_naive_time_is_refused(db):
-    from sqlalchemy.exc import StatementError
-
-    with pytest.raises(StatementError, match="naive time"), db.begin() as conn:
+    with db.connect() as conn, pytest.raises(StatementError, match="naive time"):
         mark_published(conn, ["j"], at=T0.replace(tzinfo=None))

@@ -26,13 +26,15 @@ def minute(minutes):
 def history(db):
     """Two models on two machines, one of which was restarted; jobs end between 9:10 and 10:10."""
     with db.begin() as conn:
-        for worker_id, name, model in (("1", "gpu-a", "small"), ("2", "gpu-a", "small"), ("3", "gpu-b", "large")):
+        for worker_id, name, model in (
+            ("1", "gpu-a", "small"),
+            ("2", "gpu-a", "small"),
+            ("3", "gpu-b", "large"),
+        ):
             fields = {"host": "h", "pid": 1, "version": "0", "backend": "echo", "started_at": NINE}
             register_worker(conn, NewWorker(id=worker_id, name=name, model=model, **fields))
         create_batch(conn, name="night", batch_id="b")
-        jobs = [
-            new_job(f"s{n}", model="small", batch_id="b", position=n, created_at=NINE) for n in range(20)
-        ]
+        jobs = [new_job(f"s{n}", model="small", batch_id="b", position=n, created_at=NINE) for n in range(20)]
         jobs += [new_job(name, model="large", created_at=NINE) for name in ("l0", "l1", "l2", "open", "gone")]
         insert_jobs(conn, jobs)
     for n in range(20):  # latencies 1..20 s, first tokens for the even ones only
@@ -94,7 +96,10 @@ def test_by_hour(history):
 def test_by_model(history):
     with reading(history) as conn:
         rows = throughput(conn, "model")
-    assert [(row.key, row.jobs, row.completion_tokens) for row in rows] == [("large", 4, 650), ("small", 20, 600)]
+    assert [(row.key, row.jobs, row.completion_tokens) for row in rows] == [
+        ("large", 4, 650),
+        ("small", 20, 600),
+    ]
     assert rows[0].span_s == 900.0
     assert rows[0].tokens_per_s == pytest.approx(650 / 900)
     assert [row.active_fraction for row in rows] == [pytest.approx(0.5), pytest.approx(0.7)]
@@ -134,7 +139,10 @@ def test_no_history_gives_no_rows(db):
 
 
 def test_an_unknown_grouping_is_refused(db):
-    with reading(db) as conn, pytest.raises(InvalidValueError, match="by: must be hour, model, worker or batch"):
+    with (
+        reading(db) as conn,
+        pytest.raises(InvalidValueError, match="by: must be hour, model, worker or batch"),
+    ):
         throughput(conn, "week")
 
 

@@ -12,7 +12,17 @@ from models_db.retention import PruneReport, prune
 from models_db.session import reading
 from models_db.tables import BatchState, WorkerState
 from models_db.workers import add_samples, list_workers, set_worker_state
-from tests.db.helpers import T0, add_jobs, add_workers, at, attempts, claim_one, finish_one, new_job, new_sample
+from tests.db.helpers import (
+    T0,
+    add_jobs,
+    add_workers,
+    at,
+    attempts,
+    claim_one,
+    finish_one,
+    new_job,
+    new_sample,
+)
 
 OLD, NEW = at(0), at(100)
 LIMIT = at(50)

@@ -1,0 +1,197 @@
+"""Engines: their settings, and errors that say what to do without giving passwords away."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from contextlib import closing
+
+import pytest
+from sqlalchemy import select, text
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from models_db.base import dump_json
+from models_db.errors import DatabaseUnavailableError, DatabaseUrlError
+from models_db.faults import Fault, classify
+from models_db.session import make_engine, reading, redact, session_factory, transaction
+from models_db.tables import Job
+from tests.db.helpers import add_jobs, new_job
+from tests.servers import free_port
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nonsense", "names no supported database"),
+        ("oracle://u:s3cret@h/d", "names no supported database"),
+        ("postgresql+psycopg2://u:s3cret@h/d", "driver 'psycopg2' is not supported"),
+        ("postgresql://u:s3cret@h:port/d", "cannot be read"),
+        ("sqlite://", "in memory cannot be shared"),
+        ("sqlite:///:memory:", "in memory cannot be shared"),
+        ("sqlite:///file:x?mode=memory&uri=true", "in memory cannot be shared"),
+    ],
+)
+def test_a_bad_url_is_refused_with_an_example_and_no_password(url, message):
+    with pytest.raises(DatabaseUrlError, match=message) as caught:
+        make_engine(url)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "mariadb", "mysql", "mysql+pymysql"])
+def test_an_unreachable_server_is_named_without_its_password(scheme):
+    port = free_port()
+    engine = make_engine(f"{scheme}://user:s3cret@127.0.0.1:{port}/name")
+    with pytest.raises(DatabaseUnavailableError, match=rf"127.0.0.1:{port}/name is not available") as caught:
+        engine.connect()
+    assert "TOKENMILL_DATABASE_URL" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+    assert classify(caught.value) is Fault.AWAY
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    engine = make_engine(f"sqlite:///{tmp_path}/missing/x.db")
+    with pytest.raises(DatabaseUnavailableError, match=r"missing/x\.db is not available .*folder exists"):
+        engine.connect()
+    (tmp_path / "text.db").write_text("no database at all, but long enough to be read as a header" * 10)
+    with pytest.raises(
+        DatabaseUnavailableError, match=r"text\.db is not available \(file is not a database\)"
+    ):
+        make_engine(f"sqlite:///{tmp_path}/text.db").connect()
+
+
+def test_urls_are_shown_without_secrets():
+    assert redact("postgresql://u:s3cret@h:1/d?sslpassword=s3cret") == "postgresql://u:***@h:1/d"
+    assert redact("sqlite:///x.db") == "sqlite:///x.db"
+    assert redact("::s3cret::") == "(unreadable database URL)"
+
+
+def test_sqlite_is_durable_enough_concurrent_and_strict_about_parents(tmp_path):
+    with make_engine(f"sqlite:///{tmp_path}/x.db").connect() as conn:
+        values = [
+            conn.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        ]
+    assert values == ["wal", 1, 1, 15000]
+
+
+def test_isolation_is_what_claims_rely_on(db, kind):
+    with db.connect() as conn:
+        if kind != "sqlite":
+            assert conn.get_isolation_level() == "READ COMMITTED"
+        else:
+            conn.begin()
+            other = sqlite3.connect(db.url.database, timeout=0)
+            with closing(other), pytest.raises(sqlite3.OperationalError, match="locked"):
+                other.execute("BEGIN IMMEDIATE")
+
+
+def test_a_reader_neither_waits_for_a_writer_nor_holds_one_up(db):
+    add_jobs(db, "j")
+    with db.begin() as writer:
+        writer.execute(text("UPDATE job SET tenant = 'new'"))
+        with reading(db) as reader:
+            assert reader.scalar(select(Job.tenant)) is None
+    with reading(db) as reader:
+        reader.execute(select(Job.tenant)).all()
+        with db.begin() as writer:
+            writer.execute(text("UPDATE job SET tenant = 'newer'"))
+
+
+def test_sessions_keep_their_objects_after_a_commit(db):
+    with session_factory(db).begin() as session:
+        job = Job(**new_job("j").row())
+        session.add(job)
+    assert job.prompt == {"prompt": "Grüße, 世界 🌍"}
+
+
+def test_a_deadlock_is_resolved_by_doing_it_again(db, kind):
+    add_jobs(db, "a", "b")
+    barrier = threading.Barrier(2)
+    tries = []
+
+    def work(conn, first, second):
+        tries.append(first)
+        conn.execute(text(f"UPDATE job SET priority = priority + 1 WHERE id = '{first}'"))
+        if kind != "sqlite" and len(tries) <= 2:
+            barrier.wait(10)  # both hold one row and want the other
+        conn.execute(text(f"UPDATE job SET priority = priority + 1 WHERE id = '{second}'"))
+
+    threads = [
+        threading.Thread(target=transaction, args=(db, lambda conn, pair=pair: work(conn, *pair)))
+        for pair in (("a", "b"), ("b", "a"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    with db.connect() as conn:
+        assert conn.scalars(select(Job.priority)).all() == [5, 5]
+    assert len(tries) == (2 if kind == "sqlite" else 3)
+
+
+def test_a_lock_that_never_comes_free_is_reported_as_such(tmp_path):
+    engine = make_engine(f"sqlite:///{tmp_path}/x.db")
+    delays = []
+
+    def locked(_conn):
+        error = sqlite3.OperationalError("database is locked")
+        error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+        raise OperationalError("UPDATE", {}, error)
+
+    with pytest.raises(DatabaseUnavailableError, match="too busy: 4 tries"):
+        transaction(engine, locked, tries=4, sleep=delays.append)
+    assert delays == [0.02, 0.04, 0.08]
+
+
+def test_other_errors_are_not_tried_again(db):
+    tries = []
+
+    def wrong(conn):
+        tries.append(1)
+        conn.execute(text("SELECT nonsense FROM nowhere"))
+
+    with pytest.raises(DBAPIError) as caught:
+        transaction(db, wrong)
+    assert (tries, classify(caught.value)) == ([1], Fault.OTHER)
+
+
+class _PostgresError(Exception):
+    def __init__(self, sqlstate):
+        self.sqlstate = sqlstate
+
+
+def _sqlite_error(code):
+    error = sqlite3.OperationalError("x")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("original", "fault"),
+    [
+        (_PostgresError("57P01"), Fault.AWAY),
+        (_PostgresError("08006"), Fault.AWAY),
+        (_PostgresError("53100"), Fault.AWAY),
+        (_PostgresError("25006"), Fault.AWAY),
+        (_PostgresError("40P01"), Fault.TRANSIENT),
+        (_PostgresError("55P03"), Fault.TRANSIENT),
+        (_PostgresError("22021"), Fault.OTHER),
+        (_PostgresError("57014"), Fault.OTHER),
+        (_PostgresError(None), Fault.AWAY),
+        (Exception(2013, "lost"), Fault.AWAY),
+        (Exception(1290, "read only"), Fault.AWAY),
+        (Exception(1213, "deadlock"), Fault.TRANSIENT),
+        (Exception(1205, "lock wait"), Fault.TRANSIENT),
+        (Exception(1406, "too long"), Fault.OTHER),
+        (_sqlite_error(sqlite3.SQLITE_BUSY | 2 << 8), Fault.TRANSIENT),
+        (_sqlite_error(sqlite3.SQLITE_FULL), Fault.AWAY),
+        (_sqlite_error(sqlite3.SQLITE_ERROR), Fault.OTHER),
+    ],
+)
+def test_errors_are_sorted_by_what_to_do(original, fault):
+    assert classify(OperationalError("SELECT 1", {}, original)) is fault
+
+
+def test_json_holds_what_databases_refuse():
+    assert dump_json({"ü": [1.5, float("nan"), ("x", float("-inf"))]}) == '{"ü":[1.5,null,["x",null]]}'
+    assert dump_json("\ud800\x00") == '"\\ud800\\u0000"'

@@ -1,0 +1,78 @@
+"""Worker rows, heartbeats and samples, on every database."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import func, select
+
+from models_db.errors import InvalidValueError
+from models_db.tables import EngineSample, Worker, WorkerState
+from models_db.workers import (
+    NewWorker,
+    WorkerDetails,
+    add_samples,
+    heartbeat,
+    list_workers,
+    live_workers,
+    set_worker_state,
+)
+from tests.db.helpers import T0, add_workers, at, new_sample
+
+
+def test_a_worker_registers_tells_what_it_loaded_and_stops(db):
+    add_workers(db, "w", name="gpu-a")
+    with db.begin() as conn:
+        worker = live_workers(conn)[0]
+        assert (worker.name, worker.state, worker.slots, worker.heartbeat) == (
+            "gpu-a",
+            WorkerState.STARTING,
+            0,
+            0,
+        )
+        details = WorkerDetails("cuda:0", "bfloat16", 256, {"mode": "async"})
+        assert set_worker_state(conn, "w", WorkerState.ONLINE, details=details)
+        assert heartbeat(conn, "w", 2**40, at=at(1)) is WorkerState.ONLINE
+        worker = live_workers(conn)[0]
+        assert (worker.device, worker.dtype, worker.slots) == ("cuda:0", "bfloat16", 256)
+        assert (worker.heartbeat, worker.heartbeat_at, worker.started_at) == (2**40, at(1), T0)
+        assert conn.scalar(select(Worker.config)) == {"mode": "async"}
+        assert set_worker_state(conn, "w", WorkerState.DRAINING)
+        assert set_worker_state(conn, "w", WorkerState.STOPPED, at=at(2))
+        assert live_workers(conn) == []
+        assert list_workers(conn)[0].stopped_at == at(2)
+
+
+def test_a_worker_found_dead_stays_dead_and_learns_of_it(db):
+    add_workers(db, "w")
+    with db.begin() as conn:
+        assert set_worker_state(conn, "w", WorkerState.DEAD)
+        assert not set_worker_state(conn, "w", WorkerState.ONLINE)
+        assert heartbeat(conn, "w", 5) is WorkerState.DEAD
+        assert heartbeat(conn, "unknown", 5) is None
+
+
+def test_registering_again_changes_nothing(db):
+    add_workers(db, "w", name="first")
+    add_workers(db, "w", name="second")
+    with db.connect() as conn:
+        assert [worker.name for worker in list_workers(conn)] == ["first"]
+
+
+def test_samples_are_stored_once(db):
+    add_workers(db, "w")
+    for tokens in (7, 8):
+        with db.begin() as conn:
+            add_samples(conn, [new_sample("w", sampled_at=at(n), generated_tokens=tokens) for n in range(3)])
+            add_samples(conn, [])
+    with db.connect() as conn:
+        assert conn.execute(
+            select(
+                func.count(), func.min(EngineSample.generated_tokens), func.max(EngineSample.generated_tokens)
+            )
+        ).one() == (3, 7, 7)
+
+
+def test_a_name_that_no_column_holds_is_refused():
+    fields = {"host": "h", "pid": 1, "version": "0", "backend": "echo", "model": "m"}
+    with pytest.raises(InvalidValueError, match="name: has 256 characters"):
+        NewWorker(name="n" * 256, **fields)
