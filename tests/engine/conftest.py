@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer
+
 from backend.assembly import probe_layers
 from backend.config import EngineConfig
 from backend.kv_cache import LayerShape
 from backend.loading import LoadedModel, load_model
-from tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer
 
 NEW_TOKENS = 14
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
 from backend.api import (
     FinishReason,
     GenerationHandle,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from backend.api import FinishReason
-from backend.assembly import verify_paged
-from backend.attention.sdpa import SdpaKernel
-from backend.sequence import Sequence
 from conftest import NEW_TOKENS, TinyModel
 from engine_driver import Driver, model_driver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from backend.api import FinishReason
+from backend.assembly import verify_paged
+from backend.attention.sdpa import SdpaKernel
+from backend.sequence import Sequence
 
 PROMPTS = 17
 _SETTINGS = settings(
