@@ -77,7 +77,8 @@ def carry_over(tokens: torch.Tensor, source: torch.Tensor, previous: torch.Tenso
     """
     if previous.numel() == 0:
         return tokens
-    carried = previous.index_select(0, source.clamp(min=0))
+    # A row without usable logits sampled -1; its sequence fails once that has retired, and this row is discarded.
+    carried = previous.index_select(0, source.clamp(min=0)).clamp(min=0)
     return torch.where(source >= 0, carried, tokens)
 
 
