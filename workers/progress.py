@@ -164,7 +164,9 @@ def details(now: Snapshot, speed: Speed) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``"9 s"``, ``"1:05"`` (minutes) or ``"2:03:00"`` (hours)."""
+    """``"9.2 s"``, ``"42 s"``, ``"1:05"`` (minutes) or ``"2:03:00"`` (hours)."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -37,7 +37,8 @@ def test_no_speed_is_claimed_before_it_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (65, "1:05"), (7380, "2:03:00"), (59.6, "1:00")]
+    ("seconds", "text"),
+    [(0.44, "0.4 s"), (9.96, "10 s"), (59.4, "59 s"), (65, "1:05"), (7380, "2:03:00"), (59.6, "1:00")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
