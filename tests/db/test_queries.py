@@ -7,19 +7,26 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from models_db.batches import create_batch
+from models_db.claims import ClaimItem, FinishItem, claim, finish
 from models_db.errors import InvalidValueError
 from models_db.jobs import insert_jobs, request_cancel
 from models_db.queries import job_counts, throughput
 from models_db.session import reading
 from models_db.tables import JobState
 from models_db.workers import NewWorker, add_samples, register_worker
-from tests.db.helpers import claim_one, finish_one, new_job, new_result, new_sample
+from tests.db.helpers import new_job, new_result, new_sample
 
 NINE = datetime(2026, 3, 1, 9, tzinfo=UTC)
 
 
 def minute(minutes):
     return NINE + timedelta(minutes=minutes)
+
+
+def run(conn, job_id, worker, start, end, state, result):
+    claim(conn, [ClaimItem(new_job(job_id))], worker, now=start)
+    error = "boom" if state is JobState.FAILED else None
+    assert finish(conn, [FinishItem(job_id, 1, state, result, error)], worker, now=end) == [True]
 
 
 @pytest.fixture
@@ -37,27 +44,25 @@ def history(db):
         jobs = [new_job(f"s{n}", model="small", batch_id="b", position=n, created_at=NINE) for n in range(20)]
         jobs += [new_job(name, model="large", created_at=NINE) for name in ("l0", "l1", "l2", "open", "gone")]
         insert_jobs(conn, jobs)
-    for n in range(20):  # latencies 1..20 s, first tokens for the even ones only
-        worker = "1" if n < 10 else "2"
-        claim_one(db, f"s{n}", worker, now=minute(10))
-        result = new_result(
-            prompt_tokens=10,
-            completion_tokens=30,
-            cached_tokens=4,
-            latency_s=float(20 - n),
-            time_to_first_token_s=n / 10 if n % 2 == 0 else None,
+        for n in range(20):  # latencies 1..20 s, first tokens for the even ones only
+            worker = "1" if n < 10 else "2"
+            result = new_result(
+                prompt_tokens=10,
+                completion_tokens=30,
+                cached_tokens=4,
+                latency_s=float(20 - n),
+                time_to_first_token_s=n / 10 if n % 2 == 0 else None,
+            )
+            run(conn, f"s{n}", worker, minute(10), minute(20), JobState.SUCCEEDED, result)
+        slow = new_result(
+            prompt_tokens=100, completion_tokens=600, latency_s=900.0, time_to_first_token_s=2.0
         )
-        finish_one(db, f"s{n}", 1, worker, result=result, now=minute(20))
-    claim_one(db, "l0", "3", now=minute(55))
-    large = {"prompt_tokens": 100, "completion_tokens": 600, "latency_s": 900.0, "time_to_first_token_s": 2.0}
-    finish_one(db, "l0", 1, "3", result=new_result(**large), now=minute(70))  # begun before ten, ended after
-    claim_one(db, "l1", "3", now=minute(62))
-    finish_one(db, "l1", 1, "3", JobState.FAILED, now=minute(63))
-    partial = new_result(prompt_tokens=1, completion_tokens=50, latency_s=1e6)
-    claim_one(db, "l2", "3", now=minute(62))
-    finish_one(db, "l2", 1, "3", JobState.CANCELLED, partial, now=minute(64))
-    claim_one(db, "open", "3", now=minute(62))
-    with db.begin() as conn:
+        # Begun before ten, ended after.
+        run(conn, "l0", "3", minute(55), minute(70), JobState.SUCCEEDED, slow)
+        run(conn, "l1", "3", minute(62), minute(63), JobState.FAILED, None)
+        partial = new_result(prompt_tokens=1, completion_tokens=50, latency_s=1e6)
+        run(conn, "l2", "3", minute(62), minute(64), JobState.CANCELLED, partial)
+        claim(conn, [ClaimItem(new_job("open"))], "3", now=minute(62))
         request_cancel(conn, ["gone"], at=minute(65))
         add_samples(
             conn,
