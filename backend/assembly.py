@@ -220,6 +220,8 @@ def _single_row(
         cache_slots=ints(list(range(start, end))),
         query_starts=ints([0, count]),
         kv_lengths=ints([end]),
+        decode_lengths=ints([end if decode else 0]),
+        prefill_starts=ints([int(decode), count]),
         block_table=ints(list(range(-(-end // block_size))))[None],
         sample_tokens=ints(list(range(count))),
         sampling=sampling,

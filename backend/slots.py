@@ -34,12 +34,26 @@ class SlotLimits:
     @property
     def input_words(self) -> int:
         """int32 words of the host-to-device buffer without the lists, which are rare and add their own."""
-        return 4 * self.tokens + self.rows * (self.blocks + self.per_row + 4) + 64
+        return 4 * self.tokens + self.rows * (self.blocks + self.per_row + 6) + 64
 
     @property
     def output_words(self) -> int:
         """int32 words of the device-to-host buffer: token, its log-probability, and the alternatives."""
         return self.rows * (2 + 2 * self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Sizes that a step is padded to, so that a captured graph finds everything at the same address.
+
+    Padding rows have no length; padding tokens belong to no row and write to the dummy block.
+    """
+
+    tokens: int
+    rows: int
+    sampled: int
+    width: int  # blocks of a row
+    dummy_slot: int
 
 
 @dataclass(slots=True)
@@ -55,6 +69,8 @@ class StepInputs:
     cache_slots: torch.Tensor  # [T] block * block_size + offset where a token's keys and values go
     query_starts: torch.Tensor  # [R + 1] first token of each row
     kv_lengths: torch.Tensor  # [R] tokens in the cache once this step has run
+    decode_lengths: torch.Tensor  # [R] the same for decode rows, 0 for the others
+    prefill_starts: torch.Tensor  # [R + 1] first token of each row, decode rows having none
     block_table: torch.Tensor  # [R, W]
     sample_tokens: torch.Tensor  # [S] token whose logits are sampled
     sampling: SamplingBatch
@@ -79,8 +95,18 @@ class _Packer:
         self._device = device
         self.used = 0
 
+    def put_padded(self, values: NDArray[np.int32], size: int, padding: int) -> torch.Tensor:
+        """Append a vector of int32, padded to ``size``."""
+        start, end = self.used, self.used + size
+        filled = start + values.size
+        self._host[start:filled] = values
+        self._host[filled:end] = padding
+        self.used = end
+        return self._device[start:end]
+
     def put(self, values: NDArray[np.int32] | NDArray[np.float32] | NDArray[np.int64]) -> torch.Tensor:
         """Append an array of 4- or 8-byte numbers; returns its view on the device."""
+        self.used += self.used % (values.itemsize // 4)  # an int64 lies on an even word
         words = values.size * values.itemsize // 4
         start, end = self.used, self.used + words
         self._host[start:end] = values.reshape(-1).view(np.int32)
@@ -126,8 +152,8 @@ class Slot:
 
     # ------------------------------------------------------------------------------------------------- the way in
 
-    def fill(self, plan: StepPlan, rows: RowTable, block_size: int) -> None:
-        """Write a plan into the host buffer. Never blocks and never touches the device."""
+    def fill(self, plan: StepPlan, rows: RowTable, block_size: int, layout: StepLayout | None = None) -> None:
+        """Write a plan into the host buffer, padded to ``layout``. Never blocks and never touches the device."""
         sequences = plan.sequences
         decode, count = plan.num_decode, len(sequences)
         self.plan = plan
@@ -173,17 +199,28 @@ class Slot:
         extra = _sampling_lists(sampled)
         self._reserve(extra)
         pack = _Packer(self._host_in_np, self._device_in)
-        sampling = self._fill_sampling(pack, sampled, row_ids[sample_rows], rows, extra)
+        if layout is None:
+            layout = StepLayout(plan.num_tokens, count, len(sampled), width, dummy_slot=0)
+        elif layout.width > width:
+            tables = np.pad(tables, ((0, 0), (0, layout.width - width)))
+        decode_lengths = kv_lengths.copy()
+        decode_lengths[decode:] = 0
         self.inputs = StepInputs(
-            input_ids=pack.put(tokens),
-            positions=pack.put(positions),
-            carry_over=pack.put(carry),
-            cache_slots=pack.put(cache_slots.astype(np.int32, copy=False)),
-            query_starts=pack.put(query_starts),
-            kv_lengths=pack.put(kv_lengths),
-            block_table=pack.put(tables),
-            sample_tokens=pack.put(query_starts[1:][sample_rows] - 1),
-            sampling=sampling,
+            input_ids=pack.put_padded(tokens, layout.tokens, 0),
+            positions=pack.put_padded(positions, layout.tokens, 0),
+            carry_over=pack.put_padded(carry, layout.tokens, -1),
+            cache_slots=pack.put_padded(cache_slots, layout.tokens, layout.dummy_slot),
+            query_starts=pack.put_padded(query_starts, layout.rows + 1, plan.num_tokens),
+            kv_lengths=pack.put_padded(kv_lengths, layout.rows, 0),
+            decode_lengths=pack.put_padded(decode_lengths, layout.rows, 0),
+            prefill_starts=pack.put_padded(
+                np.maximum(query_starts, decode), layout.rows + 1, plan.num_tokens
+            ),
+            sample_tokens=pack.put_padded(query_starts[1:][sample_rows] - 1, layout.sampled, 0),
+            block_table=pack.put_padded(
+                tables.reshape(-1), layout.rows * layout.width, layout.dummy_slot // block_size
+            ).view(layout.rows, layout.width),
+            sampling=self._fill_sampling(pack, sampled, row_ids[sample_rows], rows, extra),
         )
         self._words_in = pack.used
         self.shape = StepShape(
@@ -223,7 +260,7 @@ class Slot:
         top_k, top_p, min_p = rows.top_k[rows_of], rows.top_p[rows_of], rows.min_p[rows_of]
         indices = np.fromiter((s.num_outputs for s in sampled), dtype=np.int32, count=count)
         return SamplingBatch(
-            seed=pack.put(rows.seed[rows_of]),  # first, for its alignment
+            seed=pack.put(rows.seed[rows_of]),
             temperature=pack.put(temperature),
             top_k=pack.put(top_k),
             top_p=pack.put(top_p),
