@@ -1,0 +1,21 @@
+"""Backends that misbehave, for ``backend="tests.fleet.backends:…"``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.api import GenerationRequest
+from backend.config import EngineConfig
+from backend.echo import EchoBackend
+
+POISON = "poison"
+
+
+def dies_of_poison(config: EngineConfig) -> EchoBackend:
+    """Echo, until a prompt says the word."""
+
+    def before_step(requests: Sequence[GenerationRequest]) -> None:
+        if any(request.prompt.prompt == POISON for request in requests):
+            raise RuntimeError("a sticky device error")
+
+    return EchoBackend(config, before_step=before_step)

@@ -1,0 +1,80 @@
+"""Fleets of real processes: one private Redis for the session, one database for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tests.fleet.fleet import Fleet, RedisServer
+from tests.servers import Kind, Server, ServerUnavailableError, fresh_database, server, skip_or_fail
+
+MARKS = {"sqlite": (), "postgresql": (pytest.mark.postgres,), "mariadb": (pytest.mark.mysql,)}
+KINDS = [pytest.param(kind, id=kind, marks=MARKS[kind]) for kind in get_args(Kind)]
+
+# Short times, so that a death is certain within a second or two.
+FAST = {
+    "heartbeat_interval_s": 0.3,
+    "dead_after_s": 1.5,
+    "visibility_timeout_s": 2.0,
+    "lease_interval_s": 0.5,
+}
+
+MakeFleet = Callable[..., Fleet]
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis of this run's own."""
+    running = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def database_servers() -> Iterator[Callable[[Kind], Server]]:
+    """Servers by kind, each started when first asked for."""
+    running: dict[Kind, Server] = {}
+    with ExitStack() as stack:
+
+        def of(kind: Kind) -> Server:
+            if kind not in running:
+                assert kind != "sqlite"
+                try:
+                    running[kind] = stack.enter_context(server(kind))
+                except ServerUnavailableError as exc:
+                    skip_or_fail(exc)
+            return running[kind]
+
+        yield of
+
+
+@pytest.fixture(params=KINDS)
+def any_database_url(
+    request: pytest.FixtureRequest, database_servers: Callable[[Kind], Server], tmp_path: Path
+) -> Iterator[str]:
+    """An empty database on each of the three kinds in turn."""
+    kind: Kind = request.param
+    if kind == "sqlite":
+        yield f"sqlite:///{tmp_path / 'fleet.db'}"
+        return
+    with fresh_database(database_servers(kind)) as url:
+        yield url
+
+
+@pytest.fixture
+def make_fleet(redis_server: RedisServer, tmp_path: Path) -> Iterator[MakeFleet]:
+    """Makes a fleet on SQLite, or on the database given."""
+    made: list[Fleet] = []
+
+    def make(database_url: str | None = None, **settings: Any) -> Fleet:
+        url = database_url or f"sqlite:///{tmp_path / f'fleet-{len(made)}.db'}"
+        made.append(Fleet(redis_server, url, **(FAST | settings)))
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        fleet.close()
