@@ -7,6 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 export VENV
+# First, so that a Redis server that a package brought is found.
+export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench clean

@@ -18,6 +18,7 @@ from backend.api import ConfigurationError
 from models_db.batches import BatchProgress, request_cancel_batch
 from models_db.session import transaction
 from models_db.tables import BatchState, JobState
+from tests.fleet.conftest import MakeFleet
 from tests.fleet.echo_fleet import echo_fleet
 from workers.broker import Broker, BrokerUnavailableError
 from workers.bulk import BulkRunner, validate_source
@@ -121,6 +122,28 @@ def test_standard_input_is_an_input_too(fleet: Demo, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bulk", "run", "-", "-o", str(output), *urls], input=text)
     assert done.exit_code == 0, done.output
     assert [(line["text"], line["answer"]) for line in lines(output)] == [(f"word{n}", 1) for n in range(3)]
+
+
+def test_a_file_runs_on_each_database(make_fleet: MakeFleet, any_database_url: str, tmp_path: Path) -> None:
+    fleet = make_fleet(any_database_url)
+    fleet.worker()
+    words = ["Grüße", "日本語", "emoji 🙂", "back\\slash 'quote' \"double\"", "per%cent"]
+    source = write(
+        tmp_path / "in.jsonl",
+        [{"custom_id": f"{n} {word}", "prompt": word, "max_tokens": 3} for n, word in enumerate(words * 20)],
+    )
+    output = tmp_path / "out.jsonl"
+    urls = ["--broker-url", fleet.settings.broker_url, "--database-url", any_database_url]
+    model = {"TOKENMILL_MODEL": fleet.settings.model}
+    arguments = ["bulk", "run", str(source), "-o", str(output), "--in-flight", "30", *urls]
+    done = CliRunner().invoke(app, arguments, env=model)
+    assert done.exit_code == 0, done.output
+    found = lines(output)
+    assert [line["custom_id"] for line in found] == [f"{n} {word}" for n, word in enumerate(words * 20)]
+    assert all(line["text"].startswith(line["custom_id"].split()[1]) for line in found)
+    rows_by_model = CliRunner().invoke(app, ["stats", "--by", "model", "--json", *urls[2:]], env=model)
+    (row,) = json.loads(rows_by_model.stdout)
+    assert (row["key"], row["jobs"], row["succeeded"]) == (fleet.settings.model, 100, 100)
 
 
 def run_batch(
