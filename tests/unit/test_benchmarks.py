@@ -1,0 +1,109 @@
+"""The benchmarks count right and refuse a system that does other work than it was given."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import report, step_cpu
+from benchmarks.compare import Measured, measure, table
+from benchmarks.systems import System, Tokens
+from benchmarks.workload import PROMPTS, Work, mixed, uniform
+
+
+class FakeClock:
+    """A clock that only its owner moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeSystem:
+    """Takes a known time for each token."""
+
+    def __init__(self, name: str, clock: FakeClock, token_s: float, surplus: int = 0) -> None:
+        self.name = name
+        self.order: list[str] = []
+        self._clock, self._token_s, self._surplus = clock, token_s, surplus
+
+    def run(self, work: Work) -> Tokens:
+        self.order.append(work.name)
+        self._clock.now += self._token_s * work.total
+        return [(7,) * (count + self._surplus) for count in work.new_tokens]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+PROMPT_IDS = tuple((number, number) for number in range(1, 65))
+
+
+def test_there_are_64_prompts_all_different() -> None:
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    assert len({line["prompt"] for line in lines}) == len({line["custom_id"] for line in lines}) == 64
+
+
+def test_workloads_repeat_and_have_the_lengths_they_claim() -> None:
+    work = mixed(PROMPT_IDS)
+    assert work == mixed(PROMPT_IDS)
+    assert work != mixed(PROMPT_IDS, seed=1)
+    assert 16 <= min(work.new_tokens) < 32
+    assert 112 < max(work.new_tokens) <= 128
+    assert uniform(PROMPT_IDS).total == 64 * 64
+    assert work.head(2, 4).new_tokens == (4, 4)
+
+
+def test_systems_take_turns_and_ratios_are_to_the_better_peer() -> None:
+    clock = FakeClock()
+    systems: list[System] = [
+        FakeSystem("tokenmill async", clock, 0.01),
+        FakeSystem("transformers generate", clock, 0.02),
+        FakeSystem("transformers CB", clock, 0.04),
+    ]
+    works = [mixed(PROMPT_IDS), uniform(PROMPT_IDS)]
+    lines: list[str] = []
+    found = measure(systems, works, 2, clock=clock, say=lines.append)
+    names = [system.name for system in systems]
+    assert [name for line in lines for name in names if name in line] == names * 4
+    ours = found["uniform"]["tokenmill async"]
+    assert len(ours.seconds) == 2
+    assert ours.rate(works[1]) == pytest.approx(100.0)
+    out = io.StringIO()
+    Console(file=out, width=120, color_system=None).print(table(works[1], found["uniform"]))
+    rows = [line for line in out.getvalue().splitlines() if "tokenmill" in line or "transformers" in line]
+    assert [ratio in row for ratio, row in zip(("2.00", "1.00", "0.50"), rows, strict=True)] == [True] * 3
+    assert all("64/64" in row for row in rows)
+
+
+def test_a_system_that_returns_other_counts_is_refused() -> None:
+    clock = FakeClock()
+    cheat: list[System] = [FakeSystem("tokenmill async", clock, 0.01, surplus=-1)]
+    with pytest.raises(RuntimeError, match="returned 4032 tokens instead of 4096"):
+        measure(cheat, [uniform(PROMPT_IDS)], 1, clock=clock)
+
+
+def test_the_rate_is_of_the_median() -> None:
+    work = uniform(PROMPT_IDS)
+    assert Measured(seconds=[1.0, 4096.0, 2.0]).rate(work) == pytest.approx(2048.0)
+
+
+def test_results_name_versions_and_command(tmp_path: Path) -> None:
+    text, record = report.keep("some", "python -m benchmarks.some", [], {"answer": 42}, tmp_path)
+    kept = json.loads(record.read_text(encoding="utf-8"))
+    assert kept["command"] == "python -m benchmarks.some"
+    assert kept["answer"] == 42
+    assert {"cpu", "cores", "python", "torch", "transformers"} <= kept["environment"].keys()
+    assert "$ python -m benchmarks.some" in text.read_text(encoding="utf-8")
+
+
+def test_the_step_benchmark_sees_each_request_to_its_end() -> None:
+    run = step_cpu.measure(rows=4, requests=60)
+    assert len(run.prepare) == len(run.whole) > 500
+    assert 3.5 < run.running <= 4
+    assert all(0 < prepare <= whole for prepare, whole in zip(run.prepare, run.whole, strict=True))
