@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -209,10 +209,6 @@ def _single_row(
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     count = end - start
-    nothing = torch.empty(0, device=device)
-    sampling = SamplingBatch(
-        **dict.fromkeys((f.name for f in fields(SamplingBatch) if f.default is MISSING), nothing),  # type: ignore[arg-type]
-    )
     inputs = StepInputs(
         input_ids=ints([0] * count),
         positions=ints(list(range(start, end))),
@@ -224,7 +220,7 @@ def _single_row(
         prefill_starts=ints([int(decode), count]),
         block_table=ints(list(range(-(-end // block_size))))[None],
         sample_tokens=ints(list(range(count))),
-        sampling=sampling,
+        sampling=SamplingBatch.empty(),
     )
     shape = StepShape(num_decode=int(decode), query_lengths=[count], kv_lengths=[end])
     return inputs, shape

@@ -11,7 +11,7 @@ token id, lower first, also at the border of a filter (where transformers' top-k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -54,9 +54,13 @@ class SamplingBatch:
     any_penalty: bool = False
     any_bias: bool = False
     any_banned: bool = False
-    num_logprobs: int = (
-        -1
-    )  # most alternatives that a row asks for; 0: the sampled token's only; -1: nobody asks
+    num_logprobs: int = -1  # most alternatives a row asks for; 0: the sampled token's only; -1: nobody asks
+
+    @classmethod
+    def empty(cls) -> SamplingBatch:
+        """A batch of no rows."""
+        nothing = torch.empty(0)
+        return cls(**{field.name: nothing for field in fields(cls) if field.default is MISSING})
 
 
 @dataclass(slots=True)
@@ -222,7 +226,7 @@ def _draw_unfiltered(scores: Tensor, peak: Tensor, batch: SamplingBatch, rows: T
     """
     vocab_size = scores.shape[1]
     blocks = -(-vocab_size // 4)
-    tiles = -(-blocks // _TILE)
+    tiles = -(-4 * blocks // _TILE)
     width = -(-blocks // tiles)
     height = max(1, _TILE // width)
     contenders: list[Tensor] = []

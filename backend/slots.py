@@ -6,6 +6,7 @@ int32 buffer, everything it yields comes back in another, so there is one copy e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +82,7 @@ class StepShape:
     """What the host knows of a step without looking at the device: the lengths, as plain lists."""
 
     num_decode: int = 0
+    has_prefill: bool = False
     query_lengths: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     has_carry: bool = False
@@ -205,26 +207,26 @@ class Slot:
             tables = np.pad(tables, ((0, 0), (0, layout.width - width)))
         decode_lengths = kv_lengths.copy()
         decode_lengths[decode:] = 0
-        self.inputs = StepInputs(
-            input_ids=pack.put_padded(tokens, layout.tokens, 0),
-            positions=pack.put_padded(positions, layout.tokens, 0),
-            carry_over=pack.put_padded(carry, layout.tokens, -1),
-            cache_slots=pack.put_padded(cache_slots, layout.tokens, layout.dummy_slot),
-            query_starts=pack.put_padded(query_starts, layout.rows + 1, plan.num_tokens),
-            kv_lengths=pack.put_padded(kv_lengths, layout.rows, 0),
-            decode_lengths=pack.put_padded(decode_lengths, layout.rows, 0),
-            prefill_starts=pack.put_padded(
-                np.maximum(query_starts, decode), layout.rows + 1, plan.num_tokens
-            ),
-            sample_tokens=pack.put_padded(query_starts[1:][sample_rows] - 1, layout.sampled, 0),
-            block_table=pack.put_padded(
-                tables.reshape(-1), layout.rows * layout.width, layout.dummy_slot // block_size
-            ).view(layout.rows, layout.width),
-            sampling=self._fill_sampling(pack, sampled, row_ids[sample_rows], rows, extra),
+        self.inputs = _pack_step(
+            pack,
+            layout,
+            block_size,
+            input_ids=tokens,
+            positions=positions,
+            carry_over=carry,
+            cache_slots=cache_slots,
+            query_starts=query_starts,
+            kv_lengths=kv_lengths,
+            decode_lengths=decode_lengths,
+            prefill_starts=np.maximum(query_starts, decode),
+            sample_tokens=query_starts[1:][sample_rows] - 1,
+            block_table=tables.reshape(-1),
+            sampling=lambda: self._fill_sampling(pack, sampled, row_ids[sample_rows], rows, extra),
         )
         self._words_in = pack.used
         self.shape = StepShape(
             num_decode=decode,
+            has_prefill=count > decode,
             query_lengths=plan.lengths,
             kv_lengths=kv_lengths.tolist(),
             has_carry=has_carry,
@@ -235,6 +237,28 @@ class Slot:
             sequence.sample_index = index
             sequence.in_flight += 1
             sequence.penalties_ready = True
+
+    def blank(self, layout: StepLayout, block_size: int) -> StepInputs:
+        """Fill the buffers with nothing but padding; the views are those of every step with this layout."""
+        pack = _Packer(self._host_in_np, self._device_in)
+        empty = np.empty(0, dtype=np.int32)
+        names = (
+            "input_ids",
+            "positions",
+            "carry_over",
+            "cache_slots",
+            "query_starts",
+            "kv_lengths",
+            "decode_lengths",
+            "prefill_starts",
+            "sample_tokens",
+            "block_table",
+        )
+        inputs = _pack_step(
+            pack, layout, block_size, sampling=SamplingBatch.empty, **dict.fromkeys(names, empty)
+        )
+        self._words_in = pack.used
+        return inputs
 
     def _reserve(self, extra: _SamplingLists) -> None:
         words = self._limits.input_words + extra.words
@@ -343,6 +367,42 @@ class Slot:
         if self._poison:
             self._host_in.fill_(POISON)
             self._host_out.fill_(POISON)
+
+
+def _pack_step(
+    pack: _Packer,
+    layout: StepLayout,
+    block_size: int,
+    *,
+    input_ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    carry_over: NDArray[np.int32],
+    cache_slots: NDArray[np.int32],
+    query_starts: NDArray[np.int32],
+    kv_lengths: NDArray[np.int32],
+    decode_lengths: NDArray[np.int32],
+    prefill_starts: NDArray[np.int32],
+    sample_tokens: NDArray[np.int32],
+    block_table: NDArray[np.int32],
+    sampling: Callable[[], SamplingBatch],
+) -> StepInputs:
+    """The order of things in the buffer. Sampling comes last: it is the part whose size varies."""
+    end = int(query_starts[-1]) if query_starts.size else 0
+    return StepInputs(
+        input_ids=pack.put_padded(input_ids, layout.tokens, 0),
+        positions=pack.put_padded(positions, layout.tokens, 0),
+        carry_over=pack.put_padded(carry_over, layout.tokens, -1),
+        cache_slots=pack.put_padded(cache_slots, layout.tokens, layout.dummy_slot),
+        query_starts=pack.put_padded(query_starts, layout.rows + 1, end),
+        kv_lengths=pack.put_padded(kv_lengths, layout.rows, 0),
+        decode_lengths=pack.put_padded(decode_lengths, layout.rows, 0),
+        prefill_starts=pack.put_padded(prefill_starts, layout.rows + 1, end),
+        sample_tokens=pack.put_padded(sample_tokens, layout.sampled, 0),
+        block_table=pack.put_padded(
+            block_table, layout.rows * layout.width, layout.dummy_slot // block_size
+        ).view(layout.rows, layout.width),
+        sampling=sampling(),
+    )
 
 
 @dataclass(slots=True)
