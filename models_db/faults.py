@@ -42,6 +42,7 @@ _MARIADB_AWAY = {
     2013,
 }
 _MARIADB_TRANSIENT = {1020, 1205, 1213}
+_MARIADB_TOO_LARGE = 1153  # it hangs up afterwards, but would do so again
 
 _SQLITE_AWAY = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY}
 _SQLITE_TRANSIENT = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -53,9 +54,11 @@ def classify(error: BaseException) -> Fault:
         return Fault.AWAY
     if not isinstance(error, DBAPIError):
         return Fault.OTHER
+    original = error.orig
+    if original is not None and original.args[:1] == (_MARIADB_TOO_LARGE,):
+        return Fault.OTHER
     if error.connection_invalidated:
         return Fault.AWAY
-    original = error.orig
     if isinstance(original, sqlite3.Error):
         code = getattr(original, "sqlite_errorcode", 0) & 0xFF  # the primary code of an extended one
         return _pick(code in _SQLITE_AWAY, code in _SQLITE_TRANSIENT)
@@ -67,6 +70,12 @@ def classify(error: BaseException) -> Fault:
         return _pick(number in _MARIADB_AWAY, number in _MARIADB_TRANSIENT)
     # A driver that cannot even name the error has lost its connection.
     return _pick(isinstance(error, (OperationalError, InterfaceError)), False)
+
+
+def summary(error: BaseException) -> str:
+    """The error for a log: its type and first line. Further lines of a driver may quote a row, with its texts."""
+    first_line = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {first_line[:300]}"
 
 
 def _pick(away: bool, transient: bool) -> Fault:

@@ -75,6 +75,7 @@ def make_engine(url: str, *, echo: bool = False, pool_size: int = 5) -> Engine:
             pool_size=pool_size,
             pool_pre_ping=parsed.get_backend_name() != "sqlite",
             json_serializer=dump_json,
+            hide_parameters=True,  # prompts and answers stay out of logs and tracebacks
             **options,
         )
     except ImportError as exc:

@@ -23,7 +23,7 @@ from models_db import claims, workers
 from models_db.base import utcnow
 from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import DatabaseUnavailableError, WriterStoppedError
-from models_db.faults import Fault, classify
+from models_db.faults import Fault, classify, summary
 from models_db.tables import WorkerState
 from models_db.workers import NewSample
 
@@ -246,9 +246,9 @@ class DatabaseThread:
             try:
                 values = self._transact(batch)
             except Exception as exc:
+                self._disconnect()  # back to the pool, which tests it before it is used again
                 fault = classify(exc)
                 if fault is Fault.AWAY:
-                    self._disconnect()
                     if batch.breaks < MAX_BREAKS:
                         self._set_health(False, exc)
                     else:
@@ -362,7 +362,9 @@ class DatabaseThread:
         if healthy:
             logger.warning("the database answers again")
         else:
-            logger.warning("the database is away, and what waits for it is kept: %s", error)
+            logger.warning(
+                "the database is away, and what waits for it is kept: %s", error and summary(error)
+            )
         if self._on_health is not None:
             try:
                 self._on_health(healthy, error)

@@ -7,12 +7,12 @@ import threading
 from contextlib import closing
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import insert, select, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from models_db.base import dump_json
 from models_db.errors import DatabaseUnavailableError, DatabaseUrlError
-from models_db.faults import Fault, classify
+from models_db.faults import Fault, classify, summary
 from models_db.session import make_engine, reading, redact, session_factory, transaction
 from models_db.tables import Job
 from tests.db.helpers import add_jobs, new_job
@@ -183,6 +183,7 @@ def _sqlite_error(code):
         (Exception(1213, "deadlock"), Fault.TRANSIENT),
         (Exception(1205, "lock wait"), Fault.TRANSIENT),
         (Exception(1406, "too long"), Fault.OTHER),
+        (Exception(1153, "packet too large"), Fault.OTHER),
         (_sqlite_error(sqlite3.SQLITE_BUSY | 2 << 8), Fault.TRANSIENT),
         (_sqlite_error(sqlite3.SQLITE_FULL), Fault.AWAY),
         (_sqlite_error(sqlite3.SQLITE_ERROR), Fault.OTHER),
@@ -190,6 +191,15 @@ def _sqlite_error(code):
 )
 def test_errors_are_sorted_by_what_to_do(original, fault):
     assert classify(OperationalError("SELECT 1", {}, original)) is fault
+
+
+def test_errors_quote_no_prompts(db):
+    secret = "the patient's name"
+    with pytest.raises(DBAPIError) as caught, db.begin() as conn:
+        conn.execute(insert(Job), [new_job("j", prompt={"prompt": secret}).row() | {"priority": 11}])
+    assert secret not in summary(caught.value)
+    assert secret not in summary(caught.value.orig)
+    assert "hidden" in str(caught.value)
 
 
 def test_json_holds_what_databases_refuse():

@@ -393,6 +393,25 @@ def test_what_breaks_a_working_connection_each_time_is_the_culprit_and_fails_alo
         assert thread.healthy
 
 
+def test_a_result_larger_than_a_packet_is_stored_or_fails_alone(fleet, kind):
+    add_jobs(fleet, "large", "small")
+    for name in ("large", "small"):
+        claim_one(fleet, name, "w")
+    with fleet.connect() as conn:
+        limit = conn.scalar(text("SELECT @@max_allowed_packet" if kind == "mariadb" else "SELECT 16777216"))
+    with running(fleet, sleep=lambda _s: None) as thread:
+        with held_up(thread):
+            large = thread.finish(success("large", text="x" * (limit + 1)))
+            small = thread.finish(success("small"))
+        assert get(small) is True
+        if kind == "mariadb":  # the only one with a limit that a test can reach
+            assert isinstance(large.exception(LIMIT_S), (OperationalError, DatabaseUnavailableError))
+            assert get(thread.finish(FinishItem("large", 1, JobState.FAILED, None, "too large"))) is True
+        else:
+            assert get(large) is True
+        assert thread.healthy
+
+
 def test_stop_gives_up_on_a_database_that_stays_away(fleet):
     with Outage(fleet, connects=10**9) as outage:
         away = threading.Event()
