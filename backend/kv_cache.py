@@ -91,6 +91,11 @@ class KVCache:
         self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
 
     @property
+    def dummy_block(self) -> int:
+        """The block that no sequence ever holds; finite numbers are all that is in it."""
+        return self.num_blocks
+
+    @property
     def dummy_slot(self) -> int:
         """A token slot that no sequence ever reads."""
         return self.num_blocks * self.block_size

@@ -30,6 +30,7 @@ class Segment:
     blocks: torch.Tensor  # int32 [rows * blocks of a row]
     length: int
     mask: torch.Tensor | None
+    foreign: torch.Tensor | None = None  # int64, gathered tokens past the end of their row in its last block
 
 
 class SdpaKernel:
@@ -57,7 +58,7 @@ class SdpaKernel:
             self._shape, self._segments = shape, {}
         segments = self._segments.get(params.window)
         if segments is None:
-            segments = make_segments(inputs, shape, cache.block_size, params.window, query.dtype)
+            segments = make_segments(inputs, shape, cache, params.window, query.dtype)
             self._segments[params.window] = segments
         keys, values = cache.keys[layer], cache.values[layer]
         parts = [self._attend_segment(query, keys, values, segment, params) for segment in segments]
@@ -98,16 +99,19 @@ class SdpaKernel:
             scratch = self._scratch[name, pages.dtype] = pages.new_empty(size)
         flat = scratch[:size].view(segment.blocks.numel(), -1)
         torch.index_select(pages.flatten(1), 0, segment.blocks, out=flat)
+        if segment.foreign is not None:
+            flat.view(-1, kv_heads * head_size).index_fill_(0, segment.foreign, 0.0)
         return flat.view(segment.rows, -1, kv_heads, head_size)[:, : segment.length]
 
 
 def make_segments(
-    inputs: StepInputs, shape: StepShape, block_size: int, window: int | None, dtype: torch.dtype
+    inputs: StepInputs, shape: StepShape, cache: KVCache, window: int | None, dtype: torch.dtype
 ) -> list[Segment]:
     """The segments of a step for layers with this sliding window."""
     segments = []
+    block_size = cache.block_size
     if shape.num_decode:
-        segments.append(_decode_segment(inputs, shape, block_size, window, dtype))
+        segments.append(_decode_segment(inputs, shape, cache, window, dtype))
     at = shape.num_decode
     for row in range(shape.num_decode, len(shape.query_lengths)):
         segments.append(_prefill_segment(inputs, shape, row, at, block_size, window, dtype))
@@ -121,9 +125,9 @@ def _first_block(position: int, window: int | None, block_size: int) -> int:
 
 
 def _decode_segment(
-    inputs: StepInputs, shape: StepShape, block_size: int, window: int | None, dtype: torch.dtype
+    inputs: StepInputs, shape: StepShape, cache: KVCache, window: int | None, dtype: torch.dtype
 ) -> Segment:
-    count = shape.num_decode
+    block_size, count = cache.block_size, shape.num_decode
     lengths = shape.kv_lengths[:count]
     shortest, longest = min(lengths), max(lengths)
     begin = _first_block(shortest - 1, window, block_size)
@@ -136,8 +140,17 @@ def _decode_segment(
         if window is not None:
             visible &= positions >= ends - window
         mask = _additive(visible, dtype)[:, None, None, :]
-    blocks = inputs.block_table[:count, begin : -(-longest // block_size)].reshape(-1)
-    return Segment(0, count, 1, blocks, length, mask)
+    table = inputs.block_table[:count, begin : -(-longest // block_size)]
+    if shortest == longest:
+        return Segment(0, count, 1, table.reshape(-1), length, mask)
+    # Past its end a row must gather nothing that another sequence wrote: a NaN there would come through the mask,
+    # and a request whose keys are broken has to fail alone.
+    starts = torch.arange(table.shape[1], dtype=torch.int32, device=table.device) * block_size + offset
+    blocks = torch.where(starts < inputs.kv_lengths[:count, None], table, cache.dummy_block).reshape(-1)
+    places = starts[:, None] + torch.arange(block_size, dtype=torch.int32, device=table.device)
+    ends = inputs.kv_lengths[:count, None, None]
+    foreign = ((starts[:, None] < ends) & (places >= ends)).flatten().nonzero().squeeze(1)
+    return Segment(0, count, 1, blocks, length, mask, foreign)
 
 
 def _prefill_segment(
