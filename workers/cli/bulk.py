@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from models_db.batches import BatchProgress
     from workers.bulk import BulkRunner, BulkSource
     from workers.client import Client
-    from workers.progress import Snapshot
+    from workers.progress import Reporter, Snapshot
+
+_PATIENCE_S = 5.0  # before a silent fleet is explained
 
 app = group(cls=CommandGroup, help="Run files of prompts, watch them, and export their answers.")
 
@@ -269,20 +273,35 @@ def export(
 
 
 class _Shown:
-    """Passes progress on to what is shown at the moment."""
+    """Passes progress on to what is shown at the moment, and says once when nobody seems to work on it."""
 
-    def __init__(self) -> None:
-        self.to: Any = None
+    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
+        self.to: Reporter | None = None
+        self._client = client
+        self._clock = clock
+        self._ask_at = clock() + _PATIENCE_S
 
     def __call__(self, progress: BatchProgress) -> None:
         if self.to is not None:
             self.to.update(snapshot_of(progress))
+        if progress.inserted and self._clock() >= self._ask_at:
+            self._ask_at = float("inf")
+            if progress.done == 0 and not _workers(self._client):
+                _notice("No worker runs: the jobs wait until one is started, with: tokenmill worker")
+
+
+def _workers(client: Client) -> int:
+    from models_db.session import reading
+    from models_db.workers import live_workers
+
+    with reading(client.engine()) as connection:
+        return len(live_workers(connection))
 
 
 def _runner(client: Client, in_flight: int) -> tuple[BulkRunner, _Shown]:
     from workers.bulk import BulkRunner
 
-    show = _Shown()
+    show = _Shown(client)
     return BulkRunner(client, in_flight=in_flight, report=show), show
 
 
@@ -296,8 +315,6 @@ def _work(
     output: Path,
 ) -> None:
     """Feed, watch, export; ends with the exit status that the outcome calls for."""
-    import time
-
     from models_db.session import reading
     from workers.bulk_export import export_batch
     from workers.progress import duration, reporter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,12 @@ from workers.cli.common import (
     params_from,
     settings_from,
 )
+
+if TYPE_CHECKING:
+    from models_db.jobs import StoredResult
+    from workers.client import JobHandle
+
+_PATIENCE_S = 5.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -90,13 +96,28 @@ def submit(
             typer.echo(json.dumps(_handle(job)) if as_json else job.id)
             return
         try:
-            result = job.wait(timeout)
+            result = _wait(job, timeout)
         except KeyboardInterrupt:
             typer.echo(f"job {job.id} goes on. Cancel it: tokenmill cancel {job.id}", err=True)
             raise
         typer.echo(
             json.dumps({"job_id": job.id} | asdict(result), ensure_ascii=False) if as_json else result.text
         )
+
+
+def _wait(job: JobHandle, timeout: float | None, patience_s: float = _PATIENCE_S) -> StoredResult:
+    """Wait, and say after a while why nothing happens."""
+    from models_db.tables import JobState
+    from workers.client import WaitTimeoutError
+
+    if timeout is not None and timeout <= patience_s:
+        return job.wait(timeout)
+    try:
+        return job.wait(patience_s)
+    except WaitTimeoutError as error:
+        if error.status.state is JobState.QUEUED:
+            typer.echo(f"job {job.id} is still queued. Does a worker run? See: tokenmill doctor", err=True)
+    return job.wait(None if timeout is None else timeout - patience_s)
 
 
 def _handle(job: Any) -> dict[str, Any]:
