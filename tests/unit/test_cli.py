@@ -40,6 +40,8 @@ COMMANDS = [
     ["demo"],
     ["doctor"],
     ["bench"],
+    ["bench", "engine"],
+    ["bench", "steps"],
 ]
 GROUPS = [[], ["bulk"], ["job"], ["db"]]
 DEAD_REDIS = "redis://:hunter2@127.0.0.1:1/0"
@@ -163,6 +165,38 @@ def test_waiting_ends_with_its_own_status_when_the_time_is_over(database_url: st
     )
     assert done.exit_code == ExitCode.TIMEOUT
     assert "is still queued after 0.05 s" in done.stderr
+
+
+def test_a_long_wait_is_explained(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.cli.submit._wait.__defaults__", (0.05,))
+    arguments = ["--timeout", "0.1", "--broker-url", DEAD_REDIS, "--database-url", database_url]
+    done = run("submit", "hi", *arguments)
+    assert done.exit_code == ExitCode.TIMEOUT
+    assert "is still queued. Does a worker run? See: tokenmill doctor" in done.stderr
+
+
+def test_a_batch_that_nobody_works_on_is_explained(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.cli import bulk
+
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"custom_id": "a", "prompt": "x"}\n')
+    monkeypatch.setattr(bulk, "_PATIENCE_S", 0.0)
+
+    looks: list[str] = []
+
+    def stop_at_the_second_look(self: object, batch_id: str) -> None:
+        looks.append(batch_id)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("workers.bulk.BulkRunner._republish", stop_at_the_second_look)
+    arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]
+    done = run("bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), *arguments)
+    assert done.exit_code == ExitCode.INTERRUPTED
+    assert "No worker runs" in done.stderr
+    assert "tokenmill bulk resume" in done.stderr
 
 
 def test_stats_and_batches_of_an_empty_database(database_url: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import getdoc
 from typing import Annotated
 
 import typer
 
-from workers.cli import bulk, db, demo, doctor, job, stats, submit, worker
+from workers.cli import bench, bulk, db, demo, doctor, job, stats, submit, worker
 from workers.cli.common import EXIT_CODES, CommandGroup
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ stats.add_to(app)
 app.add_typer(db.app, name="db")
 demo.add_to(app)
 doctor.add_to(app)
+app.add_typer(bench.app, name="bench", help=getdoc(bench.bench))
 
 
 def main() -> None:
