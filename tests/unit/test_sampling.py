@@ -194,6 +194,13 @@ def test_wide_supports_are_exact(row: Row) -> None:
     assert tokens(logits, rows) == [expected_token(logits[i], each) for i, each in enumerate(rows)]
 
 
+@pytest.mark.parametrize("vocab", [3, 32_769, 49_155, 131_080])
+def test_whole_rows_are_exact_for_any_size_of_the_vocabulary(vocab: int) -> None:
+    logits = normal(7, vocab, seed=vocab)
+    rows = [Row(temperature=2.0, seed=seed, index=11) for seed in range(7)]
+    assert tokens(logits, rows) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
+
+
 # -------------------------------------------------------------------------------------- independence of neighbours
 
 

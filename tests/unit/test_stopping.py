@@ -156,6 +156,14 @@ def test_pieces_are_always_the_text_so_far(data: st.DataObject, kind: str) -> No
     assert detokenizer.pending == ""
 
 
+def test_unseen_tokens_do_not_become_the_context_of_a_leading_space() -> None:
+    tokenizer = tokenizer_of("byte-fallback")
+    the, fox, special = tokenizer.convert_tokens_to_ids(["▁the", "▁fox", "</s>"])
+    detokenizer = IncrementalDetokenizer(TextDecoder(tokenizer))
+    ids = [the, *[special, len(tokenizer) + 1] * 20, fox]
+    assert "".join(detokenizer.push(token) for token in ids) == "the fox" == decode(tokenizer, ids)
+
+
 @given(st.text(max_size=60))
 def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
     assume("\ufffd" not in text)
@@ -212,7 +220,7 @@ def test_pieces_of_the_packaged_model() -> None:
 
 # ----------------------------------------------------------------------------------------------------- stop strings
 
-few_letters = st.text("ab", min_size=1, max_size=5)
+few_letters = st.text("ab", min_size=1, max_size=8)
 
 
 def first_match(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, str, int] | None:
@@ -229,7 +237,7 @@ def first_match(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[s
 
 @settings(max_examples=500)
 @given(
-    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", max_size=6), max_size=16),
     st.lists(few_letters, min_size=1, max_size=4),
     st.integers(0, 8),
 )
@@ -267,6 +275,16 @@ def test_the_cut_does_not_depend_on_the_division_into_tokens(
 
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     assert run([text]) == run([text[a:b] for a, b in pairwise(borders)])
+
+
+def test_a_stop_string_that_overlaps_itself_is_not_missed() -> None:
+    for stop in ("aabaaab", "aabaaac", "abababb", "aaab"):
+        for before in ("", "a", "aa", "aab", "aabaa", "abab", "ababab", "aabaaabaa"):
+            end = (before + stop).index(stop) + len(stop)
+            matcher = StopStringMatcher([stop])
+            steps = [matcher.push(char, count) for count, char in enumerate((before + stop)[:end], 1)]
+            assert "".join(step.text for step in steps) == (before + stop)[: end - len(stop)]
+            assert [step.stop for step in steps] == [None] * (end - 1) + [stop]
 
 
 def test_text_is_held_back_only_while_it_can_begin_a_stop_string() -> None:
