@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,6 @@ from backend.api import (
     RequestError,
     SamplingParams,
 )
-from tests.engine.backends import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
 
 WAIT_S = 60.0
 LONG = 4000  # tokens: seconds of work for each backend
@@ -45,6 +45,15 @@ COUNTERS = (
 )
 
 Start = Callable[..., Backend]
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_thread_left(shared: Backend) -> Iterator[None]:
+    """In place of the fixture of this name for all engine tests: a shared backend outlives the test here."""
+    before = set(threading.enumerate())
+    yield
+    named = ("tokenmill-engine", "tokenmill-output", "echo-backend", "transformers-backend")
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name in named]
 
 
 @pytest.fixture(scope="module")
