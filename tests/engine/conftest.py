@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,15 @@ import pytest
 import torch
 from tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer
 
+from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
 from backend.assembly import probe_layers
 from backend.config import EngineConfig
+from backend.core import EngineCore
+from backend.engine import AsyncEngine
 from backend.kv_cache import LayerShape
 from backend.loading import LoadedModel, load_model
+from backend.runner import Runner
+from backend.slots import Slot
 
 NEW_TOKENS = 14
 
@@ -101,6 +107,107 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 @pytest.fixture(scope="session")
 def llama(tiny: Callable[[str], TinyModel]) -> TinyModel:
     return tiny("llama")
+
+
+class Gate:
+    """Lets the engine's thread through to the device or holds it up there; also breaks the device on demand."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._open = threading.Event()
+        self._open.set()
+        self._reached = threading.Semaphore(0)
+        self.error: BaseException | None = None
+
+    def close(self) -> None:
+        """Hold the next step up."""
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_until_reached(self) -> None:
+        """Until a step stands before the closed gate."""
+        assert self._reached.acquire(timeout=30)
+
+    def execute(self, slot: Slot, previous: Slot | None) -> None:
+        if not self._open.is_set():
+            self._reached.release()
+            assert self._open.wait(timeout=60)
+        if self.error is not None:
+            raise self.error
+        self._runner.execute(slot, previous)
+
+
+@dataclass
+class RunningEngine:
+    """A started engine with a gate before its device."""
+
+    engine: AsyncEngine
+    gate: Gate
+
+    @property
+    def core(self) -> EngineCore:
+        assert self.engine._parts is not None
+        return self.engine._parts.core
+
+    def submit(self, source: str | list[int] | list[tuple[str, str]], **options: Any) -> GenerationHandle:
+        """Submit text, token ids or (role, content) turns; ``options`` are sampling parameters and the request's."""
+        if isinstance(source, str):
+            prompt = Prompt(prompt=source)
+        elif source and isinstance(source[0], tuple):
+            prompt = Prompt.model_validate(
+                {"messages": [{"role": role, "content": content} for role, content in source]}  # type: ignore[misc]
+            )
+        else:
+            prompt = Prompt(token_ids=tuple(source))  # type: ignore[arg-type]
+        own = {key: options.pop(key) for key in ("priority", "deadline_s", "stream") if key in options}
+        request = GenerationRequest(request_id="r", prompt=prompt, sampling=SamplingParams(**options), **own)
+        return self.engine.submit(request)
+
+    def check_idle(self) -> None:
+        """Stop, then see that nothing is left anywhere."""
+        self.engine.shutdown(drain=True, timeout_s=60)
+        assert self.engine._death is None
+        self.core.check_idle()
+        assert self.core.allocator.num_free == self.core.allocator.num_blocks
+        assert self.engine._output is not None
+        assert not self.engine._output._assemblers
+        assert not self.engine._output._settled
+
+
+MakeEngine = Callable[..., RunningEngine]
+
+
+@pytest.fixture
+def make_engine(llama: TinyModel) -> Iterator[MakeEngine]:
+    """``make_engine(**config)``: a started engine of the tiny Llama in float64, shut down after the test."""
+    made: list[RunningEngine] = []
+
+    def make(
+        clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None, **config: Any
+    ) -> RunningEngine:
+        options: dict[str, Any] = {
+            "model": str(llama.folder),
+            "dtype": "float64",
+            "device": "cpu",
+            "num_kv_blocks": 64,
+            "block_size": 4,
+            "debug_poison": True,
+        }
+        engine = AsyncEngine(EngineConfig(**{**options, **config}), clock=clock, rng=rng)
+        engine.start()
+        assert engine._parts is not None
+        core = engine._parts.core
+        gate = Gate(core._runner)
+        core._runner = gate
+        made.append(RunningEngine(engine, gate))
+        return made[-1]
+
+    yield make
+    for running in made:
+        running.gate.open()
+        running.engine.shutdown(drain=False)
 
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES))
