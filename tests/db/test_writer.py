@@ -180,6 +180,33 @@ def test_a_poisoned_operation_fails_alone(fleet):
         assert get(thread.finish(success("j2"))) is True
 
 
+def test_a_heartbeat_goes_before_what_runs_alone_after_a_failure(fleet):
+    entered, let_go, order = threading.Event(), threading.Event(), []
+
+    def slow(_conn):  # comes last in a batch, so that the batch has failed before it first runs
+        entered.set()
+        assert let_go.wait(LIMIT_S)
+
+    with running(fleet) as thread:
+        with held_up(thread):
+            orphan = thread.sample(new_sample("nobody"))
+            slow_alone = thread.call(slow)
+            claimed = [thread.claim(ClaimItem(new_job(f"j{n}"))) for n in range(5)]
+            for future in claimed:
+                future.add_done_callback(lambda _future: order.append("claim"))
+        with pytest.raises(IntegrityError):
+            get(orphan)
+        assert entered.wait(LIMIT_S)
+        beat = thread.heartbeat(1)
+        beat.add_done_callback(lambda _future: order.append("beat"))
+        let_go.set()
+        get(slow_alone)
+        assert {get(future).kind for future in claimed} == {ClaimKind.CLAIMED}
+        get(beat)
+        assert thread.stop()
+    assert order == ["beat"] + ["claim"] * 5
+
+
 def test_a_callers_own_error_costs_its_neighbours_nothing(fleet):
     def wrong(conn):
         conn.execute(text("UPDATE worker SET name = 'half done'"))
