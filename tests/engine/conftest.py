@@ -97,7 +97,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
             # None in the call means "the configuration's own".
             native.generation_config.eos_token_id = None
             made[family] = TinyModel(
-                family, folder, loaded, probe_layers(loaded), native, prompts=make_prompts(VOCAB)
+                family, folder, loaded, probe_layers(loaded).layers, native, prompts=make_prompts(VOCAB)
             )
         return made[family]
 
@@ -116,14 +116,16 @@ class Gate:
         self._runner = runner
         self._open = threading.Event()
         self._open.set()
+        self._left: int | None = None  # steps until the gate closes
         self._reached = threading.Semaphore(0)
         self.error: BaseException | None = None
 
-    def close(self) -> None:
-        """Hold the next step up."""
-        self._open.clear()
+    def close(self, after: int = 0) -> None:
+        """Hold the next step up, or the one ``after`` so many."""
+        self._left = after
 
     def open(self) -> None:
+        self._left = None
         self._open.set()
 
     def wait_until_reached(self) -> None:
@@ -131,6 +133,10 @@ class Gate:
         assert self._reached.acquire(timeout=30)
 
     def execute(self, slot: Slot, previous: Slot | None) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                self._open.clear()
         if not self._open.is_set():
             self._reached.release()
             assert self._open.wait(timeout=60)
