@@ -279,7 +279,7 @@ def test_the_cut_does_not_depend_on_the_division_into_tokens(
 
 def test_a_stop_string_that_overlaps_itself_is_not_missed() -> None:
     for stop in ("aabaaab", "aabaaac", "abababb", "aaab"):
-        for before in ("", "a", "aa", "aab", "aabaa", "abab", "ababab", "aabaaabaa"):
+        for before in ("", "a", "aa", "aab", "aaba", "aabaa", "abab", "ababab", "aabaaabaa"):
             end = (before + stop).index(stop) + len(stop)
             matcher = StopStringMatcher([stop])
             steps = [matcher.push(char, count) for count, char in enumerate((before + stop)[:end], 1)]
