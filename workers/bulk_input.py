@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import IO, Any
 
 from backend.api import RequestError, check_text
@@ -256,9 +257,15 @@ def _check_extra(key: str, value: Any, *, strict: bool) -> None:
             field=key,
             fix=f"Rename it, for example to input_{key}",
         )
+    if meant := _meant(key):
+        raise RequestError("unknown field", field=key, fix=f"Did you mean {meant}? If not, rename it")
+
+
+@lru_cache(maxsize=1024)  # the same few keys come in every line, and comparing is the dearest part of a line
+def _meant(key: str) -> str | None:
+    """The field that the key looks like, if it looks like one."""
     lowered = key.lower().replace("-", "_")
-    if close := difflib.get_close_matches(lowered, _FIELDS, n=1, cutoff=_MISSPELT):
-        raise RequestError("unknown field", field=key, fix=f"Did you mean {close[0]}? If not, rename it")
+    return next(iter(difflib.get_close_matches(lowered, _FIELDS, n=1, cutoff=_MISSPELT)), None)
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
