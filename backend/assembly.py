@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
 import time
@@ -15,21 +16,21 @@ from backend.attention.interface import (
     ATTENTION_NAME,
     STEP_ARGUMENT,
     AttentionKernel,
-    PagedStep,
     ProbeStep,
 )
 from backend.attention.sdpa import SdpaKernel
 from backend.blocks import BlockAllocator
 from backend.config import EngineConfig
 from backend.core import EngineCore, OutputSink
+from backend.graphs import GraphRunner, decode_buckets
 from backend.kv_cache import KVCache, LayerShape, available_memory, bytes_per_block, choose_num_blocks
 from backend.loading import LoadedModel, load_model, unsupported
 from backend.packed_linear import pack_linears
 from backend.rows import RowTable
-from backend.runner import ModelRunner, Runner, forward_logits
+from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage, StepForward
 from backend.sampling import SamplingBatch
-from backend.scheduler import Scheduler
-from backend.slots import Slot, SlotLimits, StepInputs, StepShape
+from backend.scheduler import Scheduler, StepPlan
+from backend.slots import Slot, SlotLimits, StepInputs, StepLayout, StepShape
 from backend.streams import Streams, make_streams
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class EngineParts:
     loaded: LoadedModel
     cache: KVCache
     kernel: AttentionKernel
+    forward: StepForward
+    runner: ModelRunner | GraphRunner
 
 
 def build_engine(
@@ -60,14 +63,25 @@ def build_engine(
         ConfigurationError: the model cannot be found, does not fit, or is one that the engine cannot run.
     """
     loaded = load_model(config)
-    layers = probe_layers(loaded)
-    kernel = SdpaKernel()
-    verify_paged(loaded, layers, kernel, config.block_size)
+    probe = probe_layers(loaded)
+    native = native_logits(loaded)
+    kernel = choose_kernel(config, loaded, probe)
+    forward = choose_forward(config, loaded, probe, kernel)
+    verify_paged(loaded, probe.layers, native, forward, config.block_size)
     if loaded.device.type == "cpu":
-        packed = pack_linears(loaded.model)
-        logger.info("%d linear layers packed for this CPU", packed)
-    cache = make_cache(config, loaded, layers)
-    runner = ModelRunner(loaded, cache, kernel, max_num_seqs=config.max_num_seqs)
+        logger.info("%d linear layers packed for this CPU", pack_linears(loaded.model))
+    cache = make_cache(config, loaded, probe.layers)
+    sampling = SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=config.max_num_seqs)
+    runner: ModelRunner | GraphRunner = ModelRunner(forward, cache, sampling)
+    if loaded.device.type == "cuda" and config.cuda_graphs:
+        runner = GraphRunner(
+            forward,
+            cache,
+            sampling,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_blocks=-(-loaded.max_model_len // config.block_size),
+        )
     core = make_core(
         config,
         runner=runner,
@@ -76,8 +90,46 @@ def build_engine(
         device=loaded.device,
         sink=sink(loaded),
         clock=clock,
+        layout=runner.layout if isinstance(runner, GraphRunner) else None,
     )
-    return EngineParts(core=core, loaded=loaded, cache=cache, kernel=kernel)
+    if isinstance(runner, GraphRunner):
+        runner.capture(core.slots, core.streams)
+    return EngineParts(core=core, loaded=loaded, cache=cache, kernel=kernel, forward=forward, runner=runner)
+
+
+def choose_kernel(config: EngineConfig, loaded: LoadedModel, probe: ProbeStep) -> AttentionKernel:
+    """Our Triton kernels on a GPU, PyTorch's operators elsewhere."""
+    if loaded.device.type != "cuda" or loaded.dtype == torch.float64:
+        return SdpaKernel()
+    shapes = set(probe.layers)
+    if len(shapes) > 1 or importlib.util.find_spec("triton") is None:
+        logger.warning("attention runs on PyTorch's operators: no Triton, or layers of different shapes")
+        return SdpaKernel()
+    from backend.attention.triton_paged import TritonKernel
+
+    return TritonKernel(
+        row_sizes=decode_buckets(config.max_num_seqs),
+        num_heads=probe.num_heads,
+        num_kv_heads=probe.layers[0].heads,
+        head_size=probe.layers[0].head_size,
+        max_model_len=loaded.max_model_len,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+
+
+def choose_forward(
+    config: EngineConfig, loaded: LoadedModel, probe: ProbeStep, kernel: AttentionKernel
+) -> StepForward:
+    """Fused layers where the model fits a pattern and runs on a GPU, its own modules elsewhere."""
+    if config.fused and kernel.name == "triton":
+        from backend.fused import FusedDecoder, UnfitModelError
+
+        try:
+            return FusedDecoder(loaded.model, probe.params, kernel, max_model_len=loaded.max_model_len)
+        except UnfitModelError as exc:
+            logger.info("the model runs through its own modules: %s", exc)
+    return ModuleForward(loaded.model, kernel)
 
 
 def make_core(
@@ -90,6 +142,7 @@ def make_core(
     sink: OutputSink,
     clock: Callable[[], float] = time.monotonic,
     streams: Streams | None = None,
+    layout: Callable[[StepPlan], StepLayout | None] | None = None,
 ) -> EngineCore:
     """The host side of an engine around any runner; tests and benchmarks give it a stub."""
     streams = streams or make_streams(device)
@@ -103,7 +156,7 @@ def make_core(
     )
     max_blocks = -(-max_model_len // config.block_size)
     limits = SlotLimits(
-        tokens=config.max_num_batched_tokens,
+        tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         rows=config.max_num_seqs,
         blocks=max_blocks,
         logprobs=_MAX_LOGPROBS,
@@ -123,6 +176,7 @@ def make_core(
         block_size=config.block_size,
         sync=config.mode == "sync",
         clock=clock,
+        layout=layout or (lambda plan: None),
     )
 
 
@@ -145,8 +199,8 @@ def make_cache(config: EngineConfig, loaded: LoadedModel, layers: list[LayerShap
 
 
 @torch.inference_mode()
-def probe_layers(loaded: LoadedModel) -> list[LayerShape]:
-    """Key/value shapes of all layers, learnt from one forward pass rather than from the configuration.
+def probe_layers(loaded: LoadedModel) -> ProbeStep:
+    """Shapes and attention parameters of all layers, learnt from one forward pass, not from the configuration.
 
     Raises:
         UnsupportedModelError: the layers do not reach our attention as the paged cache needs it.
@@ -157,30 +211,45 @@ def probe_layers(loaded: LoadedModel) -> list[LayerShape]:
     arguments: dict[str, Any] = {STEP_ARGUMENT: probe}
     loaded.model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)
     count = int(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
-    if sorted(probe.layers) != list(range(count)):
-        missing = sorted(set(range(count)) - set(probe.layers))
+    missing = probe.settle(count)
+    if missing:
         raise unsupported(f"layers {missing[:8]} of the model do not use the paged attention")
-    return [probe.layers[i] for i in range(count)]
+    return probe
+
+
+def check_tokens(loaded: LoadedModel) -> torch.Tensor:
+    """The tokens on which paged and native logits are compared, int64 on the model's device."""
+    count = min(_CHECK_TOKENS, loaded.max_model_len)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, loaded.vocab_size, (count,), generator=generator).to(loaded.device)
+
+
+@torch.inference_mode()
+def native_logits(loaded: LoadedModel) -> torch.Tensor:
+    """The model's own logits of ``check_tokens``, by its own attention; before its weights are touched."""
+    loaded.model.set_attn_implementation("eager")
+    try:
+        logits: torch.Tensor = loaded.model(input_ids=check_tokens(loaded)[None], use_cache=False).logits[0]
+    finally:
+        loaded.model.set_attn_implementation(ATTENTION_NAME)
+    return logits
 
 
 @torch.inference_mode()
 def verify_paged(
-    loaded: LoadedModel, layers: list[LayerShape], kernel: AttentionKernel, block_size: int
+    loaded: LoadedModel,
+    layers: list[LayerShape],
+    native: torch.Tensor,
+    forward: StepForward,
+    block_size: int,
 ) -> None:
     """Compare paged logits with the model's own on a few tokens: two prefill chunks and decode steps.
 
     Raises:
         UnsupportedModelError: they differ by more than the dtype explains.
     """
-    count = min(_CHECK_TOKENS, loaded.max_model_len)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, loaded.vocab_size, (count,), generator=generator).to(loaded.device)
-    loaded.model.set_attn_implementation("eager")
-    try:
-        native = loaded.model(input_ids=ids[None], use_cache=False).logits[0]
-    finally:
-        loaded.model.set_attn_implementation(ATTENTION_NAME)
-
+    ids = check_tokens(loaded)
+    count = ids.shape[0]
     blocks = -(-count // block_size)
     cache = KVCache(
         layers, num_blocks=blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
@@ -190,8 +259,7 @@ def verify_paged(
     for start, end in itertools.pairwise(borders):
         decode = start > 0 and end - start == 1
         inputs, shape = _single_row(start, end, block_size, loaded.device, decode=decode)
-        step = PagedStep(cache, kernel, inputs, shape)
-        paged.append(forward_logits(loaded.model, ids[start:end].to(torch.int32), inputs, step))
+        paged.append(forward(ids[start:end].to(torch.int32), inputs, shape, cache))
     error = (torch.cat(paged) - native).abs().max().item()
     scale = native.abs().max().item()
     if not error <= _TOLERANCE[loaded.dtype] * max(scale, 1e-6):
@@ -222,5 +290,5 @@ def _single_row(
         sample_tokens=ints(list(range(count))),
         sampling=SamplingBatch.empty(),
     )
-    shape = StepShape(num_decode=int(decode), query_lengths=[count], kv_lengths=[end])
+    shape = StepShape(num_decode=int(decode), has_prefill=not decode, query_lengths=[count], kv_lengths=[end])
     return inputs, shape

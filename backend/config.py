@@ -57,6 +57,8 @@ class EngineConfig(BaseModel):
     max_waiting: int = Field(
         100_000, ge=1, description="requests that may wait inside the engine before it refuses more"
     )
+    fused: bool = Field(True, description="on a GPU, run common models by fused kernels")
+    cuda_graphs: bool = Field(True, description="on a GPU, capture every step size once and replay it")
     debug_poison: bool = Field(
         False, description="overwrite released I/O buffers, so that a use after release shows"
     )

@@ -11,9 +11,9 @@ from backend.api import FinishReason, RequestError, TokenLogprob, TokenmillError
 from backend.blocks import BlockAllocator
 from backend.rows import RowTable
 from backend.runner import Runner
-from backend.scheduler import Scheduler
+from backend.scheduler import Scheduler, StepPlan
 from backend.sequence import Sequence, Status
-from backend.slots import Slot
+from backend.slots import Slot, StepLayout
 from backend.streams import Streams
 
 
@@ -50,17 +50,19 @@ class EngineCore:
         block_size: int,
         sync: bool,
         clock: Callable[[], float] = time.monotonic,
+        layout: Callable[[StepPlan], StepLayout | None] = lambda plan: None,
     ) -> None:
         self.scheduler = scheduler
         self.allocator = allocator
         self._rows = rows
-        self._slots = slots
+        self.slots = slots
         self._runner = runner
-        self._streams = streams
+        self.streams = streams
         self._sink = sink
         self._block_size = block_size
         self._sync = sync
         self._clock = clock
+        self._layout = layout  # what a plan is padded to; nothing where no graphs are replayed
         self._next = 0
         self._pending: Slot | None = None  # launched and not retired
         # Kept apart from the scheduler's lists, so that nobody is forgotten even if a fault leaves those half-changed.
@@ -105,9 +107,9 @@ class EngineCore:
         plan = self.scheduler.schedule(now)
         launched: Slot | None = None
         if plan is not None:
-            launched = self._slots[self._next]
+            launched = self.slots[self._next]
             self._next ^= 1
-            launched.fill(plan, self._rows, self._block_size)
+            launched.fill(plan, self._rows, self._block_size, self._layout(plan))
             self.prepare_s += time.perf_counter() - began
             self._launch(launched)
         if self._pending is not None:
@@ -118,15 +120,15 @@ class EngineCore:
             self._pending = None
 
     def _launch(self, slot: Slot) -> None:
-        with self._streams.h2d():
+        with self.streams.h2d():
             slot.copy_in()
             slot.input_ready.record()
-        with self._streams.compute():
+        with self.streams.compute():
             slot.input_ready.wait()
             slot.compute_start.record()
             self._runner.execute(slot, self._pending)
             slot.compute_end.record()
-        with self._streams.d2h():
+        with self.streams.d2h():
             slot.compute_end.wait()
             slot.copy_out()
             slot.output_ready.record()

@@ -16,9 +16,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            linear.weight.detach(), _BATCH_HINT
-        )
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BATCH_HINT)
         self._bias = linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

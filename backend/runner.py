@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from backend.attention.interface import STEP_ARGUMENT, AttentionKernel, PagedStep, StepContext
+from backend.attention.interface import STEP_ARGUMENT, AttentionKernel, PagedStep
 from backend.kv_cache import KVCache
-from backend.loading import LoadedModel
 from backend.sampling import PenaltyState, Sampler
-from backend.slots import Slot, StepInputs
+from backend.slots import Slot, StepInputs, StepShape
 
 
 class Runner(Protocol):
@@ -24,36 +23,56 @@ class Runner(Protocol):
         """
 
 
-class ModelRunner:
-    """Runs a transformers model over the paged cache."""
+class StepForward(Protocol):
+    """A way to get from tokens to logits over the paged cache."""
 
-    def __init__(
-        self, loaded: LoadedModel, cache: KVCache, kernel: AttentionKernel, *, max_num_seqs: int
-    ) -> None:
-        self._model = loaded.model
-        self._cache = cache
+    def __call__(
+        self, tokens: torch.Tensor, inputs: StepInputs, shape: StepShape, cache: KVCache
+    ) -> torch.Tensor:
+        """Logits ``[S, vocabulary]`` of ``inputs.sample_tokens``; ``tokens`` is int32 ``[T]``."""
+
+
+class ModuleForward:
+    """The model's own modules, with our attention.
+
+    The model computes its own head (``logits_to_keep``), so that scaling and soft caps of logits are its affair.
+    """
+
+    def __init__(self, model: Any, kernel: AttentionKernel) -> None:
+        self._model = model
         self._kernel = kernel
-        self._device = loaded.device
-        self._vocab_size = loaded.vocab_size
-        self._max_num_seqs = max_num_seqs
-        self._penalties: PenaltyState | None = None
-        self._sampler = Sampler(loaded.vocab_size, loaded.device)
 
     @torch.inference_mode()
-    def execute(self, slot: Slot, previous: Slot | None) -> None:
-        """See ``Runner.execute``."""
-        inputs, shape = slot.inputs, slot.shape
-        assert inputs is not None
-        tokens = inputs.input_ids
-        if shape.has_carry:
-            assert previous is not None
-            tokens = carry_over(tokens, inputs.carry_over, previous.device_tokens)
-        step = PagedStep(self._cache, self._kernel, inputs, shape)
-        logits = forward_logits(self._model, tokens, inputs, step)
-        if not slot.sampled:
-            return
+    def __call__(
+        self, tokens: torch.Tensor, inputs: StepInputs, shape: StepShape, cache: KVCache
+    ) -> torch.Tensor:
+        """See ``StepForward``."""
+        output = self._model(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=inputs.sample_tokens,
+            **{STEP_ARGUMENT: PagedStep(cache, self._kernel, inputs, shape)},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class SamplingStage:
+    """From logits to a slot's output: penalty rows, sampler, packing."""
+
+    def __init__(self, vocab_size: int, device: torch.device, *, max_num_seqs: int) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._max_num_seqs = max_num_seqs
+        self._penalties: PenaltyState | None = None
+        self._sampler = Sampler(vocab_size, device)
+
+    def sample(self, slot: Slot, logits: torch.Tensor) -> None:
+        """Sample ``logits [S, vocabulary]`` as the slot's rows ask for."""
+        assert slot.inputs is not None
         self._prepare_penalties(slot)
-        sampled = self._sampler.sample(logits, inputs.sampling)
+        sampled = self._sampler.sample(logits, slot.inputs.sampling)
         slot.store_output(sampled.token_ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
 
     def _prepare_penalties(self, slot: Slot) -> None:
@@ -70,6 +89,28 @@ class ModelRunner:
             self._penalties.init_row(sequence.row, prompt, outputs)
 
 
+class ModelRunner:
+    """Runs each step as it comes, operation by operation."""
+
+    def __init__(self, forward: StepForward, cache: KVCache, sampling: SamplingStage) -> None:
+        self._forward = forward
+        self._cache = cache
+        self._sampling = sampling
+
+    @torch.inference_mode()
+    def execute(self, slot: Slot, previous: Slot | None) -> None:
+        """See ``Runner.execute``."""
+        inputs, shape = slot.inputs, slot.shape
+        assert inputs is not None
+        tokens = inputs.input_ids
+        if shape.has_carry:
+            assert previous is not None
+            tokens = carry_over(tokens, inputs.carry_over, previous.device_tokens)
+        logits = self._forward(tokens, inputs, shape, self._cache)
+        if slot.sampled:
+            self._sampling.sample(slot, logits)
+
+
 def carry_over(tokens: torch.Tensor, source: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """Replace each placeholder by the token that the previous step sampled; all int32 on the device.
 
@@ -80,21 +121,3 @@ def carry_over(tokens: torch.Tensor, source: torch.Tensor, previous: torch.Tenso
     # A row without usable logits sampled -1; its sequence fails once that has retired, and this row is discarded.
     carried = previous.index_select(0, source.clamp(min=0)).clamp(min=0)
     return torch.where(source >= 0, carried, tokens)
-
-
-def forward_logits(
-    model: torch.nn.Module, tokens: torch.Tensor, inputs: StepInputs, step: StepContext
-) -> torch.Tensor:
-    """Logits ``[S, vocabulary]`` of the tokens that sample.
-
-    The model computes its own head (``logits_to_keep``), so that scaling and soft caps of logits are its affair.
-    """
-    output = model(
-        input_ids=tokens.unsqueeze(0),
-        position_ids=inputs.positions.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=inputs.sample_tokens,
-        **{STEP_ARGUMENT: step},
-    )
-    logits: torch.Tensor = output.logits[0]
-    return logits

@@ -12,6 +12,7 @@ token id, lower first, also at the border of a filter (where transformers' top-k
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class SamplingBatch:
     @classmethod
     def empty(cls) -> SamplingBatch:
         """A batch of no rows."""
-        nothing = torch.empty(0)
+        nothing: Any = torch.empty(0)
         return cls(**{field.name: nothing for field in fields(cls) if field.default is MISSING})
 
 

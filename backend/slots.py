@@ -314,6 +314,18 @@ class Slot:
     # ------------------------------------------------------------------------------------------------ the way out
 
     @property
+    def greedy(self) -> bool:
+        """Whether every row takes its likeliest token, untouched logits and no log-probabilities."""
+        sampling = self.inputs.sampling if self.inputs else None
+        return sampling is None or not (
+            sampling.any_random
+            or sampling.any_penalty
+            or sampling.any_bias
+            or sampling.any_banned
+            or sampling.num_logprobs >= 0
+        )
+
+    @property
     def device_tokens(self) -> torch.Tensor:
         """int32 ``[S]``: this step's sampled tokens on the device, which the next step carries over."""
         return self.device_out[: len(self.sampled)]

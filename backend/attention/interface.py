@@ -80,8 +80,10 @@ class ProbeStep:
     """Learns the cache's shape from a model's first forward pass; attends to nothing."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-        self.windows: set[int | None] = set()
+        self._seen: dict[int, tuple[LayerShape, AttentionParams]] = {}
+        self.layers: list[LayerShape] = []
+        self.params: list[AttentionParams] = []
+        self.num_heads = 0
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -96,13 +98,21 @@ class ProbeStep:
                 f"layer {layer} has keys of size {key.shape[-1]} and values of size {value.shape[-1]}; "
                 "the paged cache needs equal sizes"
             )
-        if layer in self.layers:
+        if layer in self._seen:
             raise UnsupportedModelError(
                 f"layer {layer} attends twice in one pass, as models that share caches do"
             )
-        self.layers[layer] = LayerShape(heads=key.shape[1], head_size=key.shape[2])
-        self.windows.add(params.window)
+        self._seen[layer] = LayerShape(heads=key.shape[1], head_size=key.shape[2]), params
+        self.num_heads = query.shape[1]
         return query
+
+    def settle(self, count: int) -> list[int]:
+        """Put what was seen into ``layers`` and ``params``, in order; returns the layers that never called."""
+        missing = [layer for layer in range(count) if layer not in self._seen]
+        if not missing:
+            self.layers = [self._seen[layer][0] for layer in range(count)]
+            self.params = [self._seen[layer][1] for layer in range(count)]
+        return missing
 
 
 def paged_attention_forward(

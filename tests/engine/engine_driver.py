@@ -23,7 +23,7 @@ from backend.config import EngineConfig
 from backend.core import EngineCore
 from backend.kv_cache import KVCache, LayerShape
 from backend.loading import LoadedModel
-from backend.runner import ModelRunner, Runner
+from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage
 from backend.sequence import Sequence, Status
 
 MAX_IDLE_STEPS = 3  # steps in a row in which nothing is launched although there is work
@@ -195,7 +195,7 @@ class Driver:
         assert not core._living
         assert set(self.sink.ended) == {s.number for s in self.sequences}
         assert all(s.in_flight == 0 and not s.blocks for s in self.sequences)
-        assert all(slot.plan is None and not slot.sampled for slot in core._slots)
+        assert all(slot.plan is None and not slot.sampled for slot in core.slots)
 
 
 def model_driver(
@@ -218,7 +218,11 @@ def model_driver(
         )
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(1e3)  # whoever reads what was never written will notice
-        return ModelRunner(loaded, cache, SdpaKernel(), max_num_seqs=made.max_num_seqs)
+        return ModelRunner(
+            ModuleForward(loaded.model, SdpaKernel()),
+            cache,
+            SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=made.max_num_seqs),
+        )
 
     return Driver(
         runner, num_blocks=num_blocks, max_model_len=loaded.max_model_len, eos_ids=eos_ids, **config

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.api import FinishReason
-from backend.assembly import verify_paged
+from backend.assembly import native_logits, verify_paged
 from backend.attention.sdpa import SdpaKernel
+from backend.runner import ModuleForward
 from backend.sequence import Sequence
 
 PROMPTS = 17
@@ -135,7 +136,9 @@ def expect_greedy(model: TinyModel, driver: Driver, sequences: list[Sequence]) -
 
 def test_paged_logits_equal_native_ones(any_model: TinyModel) -> None:
     for block_size in (1, 3, 16):
-        verify_paged(any_model.loaded, any_model.layers, SdpaKernel(), block_size)
+        forward = ModuleForward(any_model.loaded.model, SdpaKernel())
+        native = native_logits(any_model.loaded)
+        verify_paged(any_model.loaded, any_model.layers, native, forward, block_size)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

@@ -26,12 +26,12 @@ def make_driver(streams: LazyStreams | None, **config: Any) -> Driver:
         **config,
     )
     if streams is not None:
-        limits, device = driver.core._slots[0]._limits, driver.core._slots[0]._device
+        limits, device = driver.core.slots[0]._limits, driver.core.slots[0]._device
         slots = [LazySlot(limits, device, streams, poison=True) for _ in range(2)]
         for slot in slots:
             slot.lazy = streams
-        driver.core._slots = (slots[0], slots[1])
-        driver.core._streams = streams
+        driver.core.slots = (slots[0], slots[1])
+        driver.core.streams = streams
     return driver
 
 

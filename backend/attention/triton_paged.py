@@ -1,0 +1,97 @@
+"""Attention on a GPU by our own Triton kernels: split-KV decode, and prefill over rows of any length.
+
+Nothing is planned on the host: lengths, tables and row borders are read on the device, so a captured launch serves
+every step of its padded size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from backend.attention.interface import AttentionParams
+from backend.kv_cache import KVCache
+from backend.slots import StepInputs, StepShape
+
+
+class TritonKernel:
+    """Decode rows by ``paged_decode``, prefill rows by ``paged_prefill``, into one output."""
+
+    name = "triton"
+
+    def __init__(
+        self,
+        *,
+        row_sizes: list[int],
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        from backend.kernels.paged_decode import DecodeWorkspace, decode_config
+
+        # The launch constants of each padded row count: a graph holds them whatever the lengths become.
+        self._configs = {
+            rows: decode_config(
+                rows, max_model_len, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
+            )
+            for rows in row_sizes
+        }
+        most = max(rows * config.splits for rows, config in self._configs.items())
+        max_rows = max(row_sizes)
+        self._workspace = DecodeWorkspace(max_rows, num_heads, head_size, -(-most // max_rows), device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        cache: KVCache,
+        inputs: StepInputs,
+        shape: StepShape,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See ``AttentionKernel.attend``."""
+        from backend.kernels.paged_decode import paged_decode
+        from backend.kernels.paged_prefill import paged_prefill
+
+        keys, values = cache.keys[layer], cache.values[layer]
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        rows = min(inputs.decode_lengths.shape[0], query.shape[0])
+        if shape.num_decode:
+            # Rows without a decode token yield zeros here; where they prefill, those are overwritten below.
+            paged_decode(
+                query[:rows],
+                keys,
+                values,
+                inputs.block_table[:rows],
+                inputs.decode_lengths[:rows],
+                scale=params.scaling,
+                workspace=self._workspace,
+                config=self._config_for(rows),
+                window=params.window,
+                softcap=params.softcap,
+                sinks=params.sinks,
+                output=output[:rows],
+            )
+        if shape.has_prefill:
+            paged_prefill(
+                query,
+                keys,
+                values,
+                inputs.block_table,
+                inputs.prefill_starts,
+                inputs.kv_lengths,
+                scale=params.scaling,
+                window=params.window,
+                softcap=params.softcap,
+                sinks=params.sinks,
+                output=output,
+            )
+        return output
+
+    def _config_for(self, rows: int) -> Any:
+        found = self._configs.get(rows)
+        return found if found is not None else self._configs[min(s for s in self._configs if s >= rows)]
