@@ -24,6 +24,7 @@ _WIDTHS = (64, 1024, 8192)
 # The largest tensor that torch's CPU kernels run on one thread. Starting threads for each of hundreds of small
 # operations costs more than it gains, and a great deal more when other processes want the cores.
 _TILE = 32768
+_ROWS = 32  # whose probabilities are held at once
 
 
 @dataclass(slots=True)
@@ -176,7 +177,9 @@ def _penalise(scores: Tensor, batch: SamplingBatch, state: PenaltyState) -> None
     for row in (batch.penalty_row >= 0).nonzero().squeeze(1).tolist():
         counts = state.output_counts[batch.penalty_row[row]]
         mask = state.prompt_mask[batch.penalty_row[row]]
-        ids = (counts > 0).logical_or_(mask).nonzero().squeeze(1)
+        tiles = zip(counts.split(_TILE), mask.split(_TILE), strict=True)
+        seen = [(count > 0).logical_or_(prompt).nonzero().squeeze(1) for count, prompt in tiles]
+        ids = torch.cat([part + _TILE * n for n, part in enumerate(seen)])
         repetition = batch.repetition_penalty[row].to(scores.dtype)
         x, count = scores[row, ids], counts[ids]
         x = torch.where(x < 0, x * repetition, x / repetition)
@@ -225,29 +228,38 @@ def _draw_unfiltered(scores: Tensor, peak: Tensor, batch: SamplingBatch, rows: T
     The token of the largest p / E wins, where p is its probability and E = -log(1 - u) is exponential noise. As
     1/u - 1 < 1/E < 1/u - 1/2, only tokens whose upper bound reaches the largest lower bound can win.
     """
-    vocab_size = scores.shape[1]
-    blocks = -(-vocab_size // 4)
-    tiles = -(-4 * blocks // _TILE)
-    width = -(-blocks // tiles)
-    height = max(1, _TILE // width)
     contenders: list[Tensor] = []
-    for some in rows.split(height):
+    for some in rows.split(_ROWS):
         probability = _probabilities(scores, peak, batch.temperature, some).float()
-        uppers: list[list[Tensor]] = [[] for _ in some]
-        lowers: list[list[Tensor]] = [[] for _ in some]
+        contenders += _contenders(probability, batch.seed[some], batch.output_index[some])
+    return _decide(scores, peak, batch, rows, contenders)
+
+
+def _contenders(probability: Tensor, seed: Tensor, output_index: Tensor) -> list[Tensor]:
+    """Ascending ids of the tokens that can win in each row, from f32[R, V], i64[R], i32[R]."""
+    vocab_size = probability.shape[1]
+    blocks = -(-vocab_size // 4)
+    width = -(-blocks // -(-4 * blocks // _TILE))
+    height = max(1, _TILE // width)
+    found: list[Tensor] = []
+    for top in range(0, len(probability), height):
+        part = probability[top : top + height]
+        uppers: list[list[Tensor]] = [[] for _ in part]
+        lowers: list[list[Tensor]] = [[] for _ in part]
         for left in range(0, blocks, width):
-            span = torch.arange(left, min(left + width, blocks), device=scores.device)
-            lanes = philox.words(batch.seed[some], batch.output_index[some], span[None])
-            for i in range(len(some)):
-                share = probability[i, left * 4 : (left + width) * 4]
-                upper, lower = _race_bounds(share, [lane[i] for lane in lanes])
+            span = torch.arange(left, min(left + width, blocks), device=probability.device)[None]
+            lanes = philox.words(seed[top : top + height], output_index[top : top + height], span)
+            for i, row in enumerate(part):
+                tile = row[left * 4 : (left + width) * 4]
+                upper, lower = _race_bounds(tile, [lane[i] for lane in lanes])
                 uppers[i].append(upper)
                 lowers[i].append(lower)
         for row_uppers, row_lowers in zip(uppers, lowers, strict=True):
             # The margin is many times the float32 rounding of both bounds.
             bar = torch.stack(row_lowers).amax() * (1 - 1e-4)
-            contenders.append((torch.cat(row_uppers) >= bar).nonzero().squeeze(1))
-    return _decide(scores, peak, batch, rows, contenders)
+            hits = [(upper >= bar).nonzero().squeeze(1) for upper in row_uppers]
+            found.append(torch.cat([ids + 4 * width * n for n, ids in enumerate(hits)]))
+    return found
 
 
 def _race_bounds(probability: Tensor, lanes: list[Tensor]) -> tuple[Tensor, Tensor]:

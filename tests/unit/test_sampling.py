@@ -197,7 +197,10 @@ def test_wide_supports_are_exact(row: Row) -> None:
 @pytest.mark.parametrize("vocab", [3, 32_769, 49_155, 131_080])
 def test_whole_rows_are_exact_for_any_size_of_the_vocabulary(vocab: int) -> None:
     logits = normal(7, vocab, seed=vocab)
+    seen = (0, vocab // 2, vocab - 1)
     rows = [Row(temperature=2.0, seed=seed, index=11) for seed in range(7)]
+    rows[3:] = [replace(row, temperature=0.0, frequency=2.0, output=seen) for row in rows[3:]]
+    logits[3:, list(seen)] += 12.0
     assert tokens(logits, rows) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
 
 
