@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from celery.concurrency.base import BasePool
-from celery.exceptions import WorkerShutdown
+from celery.exceptions import CPendingDeprecationWarning, WorkerShutdown
 from celery.utils.log import get_logger
 from celery.worker import state
 from sqlalchemy import Engine
@@ -134,6 +135,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
             raise
 
     def _start(self) -> None:
+        # About cancelling jobs when a connection is lost, which workers.app decides against on purpose. Celery
+        # turns these warnings on itself, before the pool starts.
+        warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
         settings = self.settings
         engine = self._engine = make_engine(settings.database_url)
         check_schema(engine)

@@ -6,10 +6,14 @@ Started by ``workers.supervisor``. Settings come through the pipe so that creden
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
+
+from celery.exceptions import SecurityWarning
 
 from workers.app import make_app
 from workers.payload import queue_for
@@ -20,6 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 def run_process(settings: Settings) -> int:
     """Run a Celery worker on this thread until it stops; returns its exit code."""
+    quieten()
     app = make_app(settings)
     app.set_current()
     worker = app.Worker(
@@ -35,7 +40,14 @@ def run_process(settings: Settings) -> int:
     return int(worker.exitcode or 0)
 
 
-def main(argv: list[str] | None = None) -> int:
+def quieten() -> None:
+    """Keep out of the log what says nothing about this worker."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # About pickle as root; nothing but JSON is accepted here.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+
+
+def main() -> int:
     """Entry point of the module."""
     stop_with_parent()
     return run_process(Settings.model_validate_json(sys.stdin.read()))

@@ -102,8 +102,8 @@ class Supervisor:
             if self._stops:
                 seat.finished = True
             elif self._clock() >= seat.start_again_at:
-                seat.process = self._spawn(self._settings, seat.environment)
                 seat.started_at = self._clock()
+                seat.process = self._spawn(self._settings, seat.environment)
             return
         code = seat.process.poll()
         if code is None:

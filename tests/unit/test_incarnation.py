@@ -1,0 +1,93 @@
+"""Who is held for dead, and what becomes of counters."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.api import BackendStats
+from workers.incarnation import DeathWatch, Sampler
+
+
+def test_dead_is_whose_counter_stands_still_for_long_enough() -> None:
+    watch = DeathWatch(dead_after_s=6, longest_gap_s=3)
+    for second in range(20):
+        dead = watch.look({"moving": second, "still": min(second, 5)}, float(second))
+        # It moved last at 5; after more than 6 s without a move it is dead.
+        assert dead == (frozenset({"still"}) if second > 11 else frozenset())
+
+
+def test_a_counter_that_moves_again_is_alive_again() -> None:
+    watch = DeathWatch(6, 3)
+    for second in range(10):
+        dead = watch.look({"w": 1}, float(second))
+    assert dead == {"w"}
+    assert watch.look({"w": 2}, 10.0) == frozenset()
+
+
+def test_after_a_gap_in_our_own_sight_everyone_gets_the_full_time_again() -> None:
+    watch = DeathWatch(6, 3)
+    for second in range(6):
+        watch.look({"w": 1}, float(second))
+    assert watch.look({"w": 1}, 100.0) == frozenset(), "we were away, it may have been, too"
+    for second in range(101, 107):
+        assert watch.look({"w": 1}, float(second)) == frozenset()
+    assert watch.look({"w": 1}, 107.0) == {"w"}
+
+
+def test_a_worker_that_is_new_to_us_gets_the_full_time() -> None:
+    watch = DeathWatch(6, 3)
+    for second in range(20):
+        watch.look({}, float(second))
+    assert watch.look({"old": 1}, 20.0) == frozenset()
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 2.9), st.booleans()), min_size=1, max_size=60))
+def test_nobody_is_dead_who_moved_within_the_time(steps: list[tuple[float, bool]]) -> None:
+    watch, now, counter, moved_at = DeathWatch(6, 3), 0.0, 0, 0.0
+    watch.look({"w": 0}, now)
+    for pause, moves in steps:
+        now += pause
+        if moves:
+            counter, moved_at = counter + 1, now
+        assert ("w" in watch.look({"w": counter}, now)) == (now - moved_at > 6)
+
+
+def test_samples_are_differences_and_gauges() -> None:
+    sampler = Sampler("w", 10.0, BackendStats(steps=5, generated_tokens=100, busy_s=1.0, wall_s=2.0))
+    sample = sampler.sample(
+        15.0,
+        BackendStats(
+            steps=15,
+            generated_tokens=400,
+            requests_finished=3,
+            busy_s=5.0,
+            running=2,
+            waiting=1,
+            kv_blocks_total=10,
+            kv_blocks_free=4,
+        ),
+    )
+    assert sample is not None
+    assert (sample.interval_s, sample.steps, sample.generated_tokens, sample.requests_finished) == (
+        5.0,
+        10,
+        300,
+        3,
+    )
+    assert (sample.running, sample.waiting) == (2, 1)
+    assert (sample.busy_s, sample.active_fraction) == (4.0, 0.8)
+    assert abs(sample.kv_used_fraction - 0.6) < 1e-9
+    assert sampler.sample(15.0, BackendStats()) is None, "no time has passed"
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
+def test_the_samples_of_a_life_add_up_to_its_counters(growth: list[int]) -> None:
+    sampler, total, now, seen = Sampler("w", 0.0, BackendStats()), 0, 0.0, 0
+    for more in growth:
+        total, now = total + more, now + 1
+        sample = sampler.sample(now, BackendStats(generated_tokens=total, busy_s=now * 3))
+        assert sample is not None
+        assert sample.active_fraction == 1.0, "never above one, whatever a backend says"
+        seen += sample.generated_tokens
+    assert seen == total

@@ -1,0 +1,138 @@
+"""The supervisor: restarts with back-off, stops with rising force, one process for each GPU."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.settings import Settings, load_settings
+from workers.supervisor import Supervisor, describe_exit, visible_gpus, wants_every_gpu
+
+
+class FakeProcess:
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+class World:
+    """A supervisor whose processes end as told and whose time passes with each look at the clock."""
+
+    def __init__(
+        self, codes: list[int | None], *, life_s: float = 1.0, once: bool = False, **environ: str
+    ) -> None:
+        self.codes = codes
+        self.started: list[tuple[float, Mapping[str, str]]] = []
+        self.processes: list[FakeProcess] = []
+        self.seconds = 0.0
+        self.life_s = life_s
+        self.supervisor = Supervisor(
+            load_settings(backend="echo", restart_backoff_s=1, restart_backoff_max_s=4),
+            once=once,
+            spawn=self.spawn,
+            clock=self.clock,
+            environ=environ,
+        )
+        self.supervisor._wake.wait = self.wait  # type: ignore[method-assign,assignment]
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds += 0.25
+        if len(self.processes) >= len(self.codes) and self.processes[-1].code is None:
+            self.supervisor.stop()
+            if self.processes[-1].signals:
+                self.processes[-1].code = 0
+        return True
+
+    def spawn(self, settings: Settings, environment: Mapping[str, str]) -> Any:
+        self.started.append((self.seconds, environment))
+        self.processes.append(FakeProcess(self.codes[len(self.processes)]))
+        self.seconds += self.life_s
+        return self.processes[-1]
+
+
+def test_a_dead_process_is_started_again_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    world = World([-9, 70, 1, 1, 1, None])
+    assert world.supervisor.run() == 0
+    starts = [at for at, _ in world.started]
+    pauses = [round(later - earlier) for earlier, later in itertools.pairwise(starts)]
+    assert pauses == [2, 3, 5, 5, 5], "one second of life, then 1, 2, 4, 4, 4 of pause"
+    assert "worker was killed by SIGKILL; starting again in 1s (failure 1)" in caplog.text
+    assert "ended with exit code 70 (its engine died); starting again in 2s" in caplog.text
+
+
+def test_a_long_life_starts_the_pauses_anew() -> None:
+    world = World([1, 1, 1, None], life_s=100)
+    world.supervisor.run()
+    starts = [at for at, _ in world.started]
+    assert [round(b - a - 100) for a, b in itertools.pairwise(starts)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("code", [0, 78])
+def test_a_clean_end_and_a_wrong_configuration_are_final(code: int) -> None:
+    world = World([code])
+    assert world.supervisor.run() == code
+    assert len(world.started) == 1
+
+
+def test_once_returns_the_exit_code() -> None:
+    assert World([70], once=True).supervisor.run() == 70
+    assert World([-9], once=True).supervisor.run() == 137
+
+
+def test_each_further_stop_is_harder() -> None:
+    world = World([None])
+    supervisor = world.supervisor
+    supervisor._tend(supervisor._seats[0])
+    for expected in (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL, signal.SIGKILL):
+        supervisor.stop()
+        supervisor._forward_stops()
+        assert world.processes[0].signals[-1] == expected
+
+
+def test_one_process_for_each_gpu() -> None:
+    settings = load_settings(backend="async")
+    assert wants_every_gpu(settings)
+    assert not wants_every_gpu(load_settings(backend="echo"))
+    assert not wants_every_gpu(load_settings(backend="async", engine={"device": "cuda:1"}))
+    assert not wants_every_gpu(load_settings(backend="async", engine={"device": "cpu"}))
+    supervisor = Supervisor(settings, environ={"CUDA_VISIBLE_DEVICES": "3,5"}, spawn=lambda *_: None)
+    assert [(seat.label, dict(seat.environment)) for seat in supervisor._seats] == [
+        ("GPU 3", {"CUDA_VISIBLE_DEVICES": "3"}),
+        ("GPU 5", {"CUDA_VISIBLE_DEVICES": "5"}),
+    ]
+
+
+def test_gpus_are_found_without_touching_them(tmp_path: Path) -> None:
+    for name in ("0000:1a:00.0", "0000:3b:00.0"):
+        (tmp_path / name).mkdir()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({}, tmp_path / "none") == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "killed by SIGKILL"),
+        (-250, "killed by signal 250"),
+        (3, "exit code 3"),
+        (78, "configuration is wrong"),
+    ],
+)
+def test_exits_in_words(code: int, words: str) -> None:
+    assert words in describe_exit(code)

@@ -1,0 +1,255 @@
+"""The smaller parts of a worker: application, task, request, mailbox, threads, actor."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.utils.saferepr import saferepr
+from kombu.utils.json import dumps
+
+from backend.api import ConfigurationError, EngineDeadError, PromptTooLongError, RequestError
+from models_db.records import StoredResult
+from models_db.tables import JobState
+from workers.actor import Actor
+from workers.app import make_app
+from workers.finaliser import Threads
+from workers.pool import Mailbox
+from workers.request import GenerateRequest
+from workers.settings import load_settings
+from workers.tasks import JobExpiredError, JobFailedError, Outcome, ReturnValue, error_of
+
+RESULT = StoredResult(text="a private answer", finish_reason="stop", prompt_tokens=3, completion_tokens=4)
+
+
+def outcome(state: JobState = JobState.SUCCEEDED, **fields: Any) -> Outcome:
+    return Outcome("j", "m", state, **fields)
+
+
+def test_the_application_takes_json_only_and_acknowledges_late() -> None:
+    app = make_app(load_settings(model="m", result_expires_s=0, engine={"max_num_seqs": 7}))
+    conf = app.conf
+    assert conf.accept_content == ["json"]
+    assert conf.task_serializer == conf.result_serializer == "json"
+    assert conf.task_acks_late
+    assert conf.worker_concurrency == 7
+    assert conf.worker_prefetch_multiplier == 1
+    assert next(iter(conf.task_queues)).name == conf.task_default_queue == "tokenmill.m"
+    assert conf.result_expires is None
+    assert conf.broker_transport_options["unacked_restore_interval"] == 1
+    assert conf.broker_transport_options["visibility_timeout"] == 8.0
+    assert app.tasks["tokenmill.generate"].acks_late
+
+
+def test_what_get_returns_is_json_and_its_representation_tells_nothing() -> None:
+    value = ReturnValue(outcome(result=RESULT))
+    assert json.loads(dumps(value))["text"] == "a private answer"
+    assert value["completion_tokens"] == 4
+    assert "token_ids" not in value
+    assert "private" not in repr(value) + saferepr(value) + saferepr([value])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"error_type": "RequestError", "error_message": "prompt: bad"}, RequestError),
+        ({"error_type": "PromptTooLongError", "error_message": "long"}, PromptTooLongError),
+        ({"error_type": "ValueError", "error_message": "odd"}, JobFailedError),
+        ({"error_type": "logging", "error_message": "odd"}, JobFailedError),
+        ({}, JobFailedError),
+    ],
+)
+def test_stored_errors_come_back_as_their_own_class(
+    fields: dict[str, str], expected: type[Exception]
+) -> None:
+    error = error_of(outcome(JobState.FAILED, **fields))
+    assert type(error) is expected
+    assert fields.get("error_message", "ended as failed") in str(error)
+
+
+def test_an_expired_job_is_its_own_error() -> None:
+    assert type(error_of(outcome(JobState.EXPIRED))) is JobExpiredError
+
+
+def test_the_task_hands_over_only_what_its_own_thread_was_given() -> None:
+    task = make_app(load_settings()).tasks["tokenmill.generate"]
+    with task.outcome(outcome(result=RESULT)):
+        assert task.run({"any": "payload"})["text"] == "a private answer"
+        seen: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                task.run({})
+            except ConfigurationError as exc:
+                seen.append(exc)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert len(seen) == 1
+    with pytest.raises(ConfigurationError, match="tokenmill worker"):
+        task.run({})
+    with task.outcome(outcome(JobState.FAILED, error_type="EngineDeadError")), pytest.raises(EngineDeadError):
+        task.run({})
+
+
+# ------------------------------------------------------------------------------------------------------- request
+
+
+class Message:
+    """What Celery's request needs of a delivered message."""
+
+    def __init__(self, body: Any, **headers: Any) -> None:
+        self.headers = {"id": "j", "task": "tokenmill.generate", "argsrepr": "a private prompt"} | headers
+        self.properties = {"correlation_id": "j", "reply_to": ""}
+        self.delivery_info = {"routing_key": "q", "exchange": ""}
+        self.content_type, self.content_encoding = "application/json", "utf-8"
+        self.body = json.dumps(body)
+        self.payload = body
+        self.acknowledged = 0
+
+    def ack_log_error(self, logger: Any, errors: Any) -> None:
+        self.acknowledged += 1
+
+
+class Table:
+    def __init__(self) -> None:
+        self.revoked: list[tuple[str, JobState]] = []
+
+    def revoke(self, request: GenerateRequest, state: JobState) -> None:
+        self.revoked.append((request.id, state))
+
+
+def request_of(message: Message) -> tuple[GenerateRequest, Table]:
+    app = make_app(load_settings())
+    task = app.tasks["tokenmill.generate"]
+    task.deliveries = table = Table()
+    return GenerateRequest(message, app=app, task=task), table
+
+
+BODY = [[{"model": "m", "prompt": "a private prompt"}], {}, {}]
+
+
+def test_a_request_shows_its_model_and_never_its_prompt() -> None:
+    request, _ = request_of(Message(BODY))
+    shown = f"{request!r} {request.info()} {request.argsrepr} {request.request_dict['argsrepr']}"
+    assert "payload for m" in shown
+    assert "private" not in shown
+
+
+def test_an_acknowledgement_before_the_commit_is_only_a_wish() -> None:
+    message = Message(BODY)
+    request, table = request_of(message)
+    request.acknowledge()
+    assert (message.acknowledged, table.revoked) == (0, [("j", JobState.CANCELLED)])
+    request.settle()
+    request.acknowledge()
+    request.acknowledge()
+    assert message.acknowledged == 1
+
+
+def test_a_message_past_its_expiry_asks_to_end_as_expired() -> None:
+    message = Message(BODY, expires="2020-01-01T00:00:00+00:00")
+    request, table = request_of(message)
+    assert request.looks_revoked()
+    request.acknowledge()
+    assert table.revoked == [("j", JobState.EXPIRED)]
+
+
+def test_an_abandoned_request_is_never_acknowledged() -> None:
+    message = Message(BODY)
+    request, table = request_of(message)
+    request.abandoned = True
+    request.settle()
+    request.acknowledge()
+    request.reject(requeue=True)
+    request.hand_back()
+    assert message.acknowledged == 0
+    assert table.revoked == []
+
+
+# -------------------------------------------------------------------------------------- mailbox, threads, actor
+
+
+class Hub:
+    def __init__(self) -> None:
+        self.soon: list[Any] = []
+
+    def call_soon(self, action: Any) -> None:
+        self.soon.append(action)
+
+    def run(self) -> None:
+        soon, self.soon = self.soon, []
+        for action in soon:
+            action()
+
+
+def test_mail_keeps_its_order_and_wakes_the_hub_once() -> None:
+    mailbox, hub, seen = Mailbox(), Hub(), []
+    mailbox.post(lambda: seen.append(0))
+    mailbox.attach(hub)
+    for number in range(1, 4):
+        mailbox.post(lambda n=number: seen.append(n))  # type: ignore[misc]
+    assert len(hub.soon) == 1
+    hub.run()
+    assert seen == [0, 1, 2, 3]
+    mailbox.post(lambda: seen.append(4))
+    assert len(hub.soon) == 1
+
+
+def test_one_bad_letter_does_not_stop_the_mail(caplog: pytest.LogCaptureFixture) -> None:
+    mailbox, seen = Mailbox(), []
+    mailbox.post(lambda: 1 / 0)
+    mailbox.post(lambda: seen.append(1))
+    assert mailbox.run() == 2
+    assert seen == [1]
+
+
+def test_detached_mail_waits_for_run() -> None:
+    mailbox, hub, seen = Mailbox(), Hub(), []
+    mailbox.attach(hub)
+    mailbox.detach()
+    threading.Timer(0.01, lambda: mailbox.post(lambda: seen.append(1))).start()
+    assert mailbox.run(timeout_s=5) == 1
+    assert (seen, hub.soon) == ([1], [])
+
+
+def test_threads_keep_going_after_a_failure() -> None:
+    threads = Threads(2)
+    threads.start()
+    bad = threads.submit(lambda: 1 / 0)
+    good = threads.submit(lambda: threading.current_thread().name)
+    assert good.result(5).startswith("finaliser-")
+    assert isinstance(bad.exception(5), ZeroDivisionError)
+    threads.stop(timeout_s=5)
+
+
+def test_an_actor_runs_events_and_timers_and_survives_faults() -> None:
+    faults: list[Exception] = []
+    seen: list[str] = []
+    done = threading.Event()
+    actor = Actor("test", faults.append)
+    actor.start()
+    actor.send(lambda: seen.append("event"))
+    actor.send(lambda: 1 / 0)
+    actor.send(lambda: actor.after(0.01, lambda: (seen.append("timer"), done.set())))  # type: ignore[func-returns-value, arg-type, return-value]
+    assert done.wait(5)
+    actor.stop()
+    assert seen == ["event", "timer"]
+    assert [type(fault) for fault in faults] == [ZeroDivisionError]
+
+
+def test_the_control_command_asks_the_pool() -> None:
+    from workers.control import tokenmill_cancel
+
+    asked: list[list[str]] = []
+    pool = SimpleNamespace(cancel_jobs=asked.append)
+    state = SimpleNamespace(consumer=SimpleNamespace(pool=pool))
+    assert tokenmill_cancel(state, ids=["a", "b"]) == {"asked": 2}
+    assert tokenmill_cancel(state, ids="c") == {"asked": 1}
+    assert asked == [["a", "b"], ["c"]]
+    other = SimpleNamespace(consumer=SimpleNamespace(pool=object()))
+    assert tokenmill_cancel(other, ids=["a"]) == {"asked": 0}
