@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
 
 
@@ -201,7 +202,7 @@ class SamplingParams(_Frozen):
     max_tokens: int = Field(256, ge=1, le=10_000_000, description="most new tokens")
     min_tokens: int = Field(0, ge=0, description="no end-of-sequence or stop token id before this many")
     stop: tuple[str, ...] = Field((), max_length=MAX_STOP_STRINGS, description="strings that end generation")
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = Field(False, description="go on past the model's end-of-sequence token")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="report log-probabilities with this many alternatives"

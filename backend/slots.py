@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backend.api import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from backend.rows import RowTable
 from backend.sampling import SamplingBatch
 from backend.scheduler import StepPlan
@@ -31,11 +32,13 @@ class SlotLimits:
     blocks: int  # of one sequence
     logprobs: int  # alternatives reported for a token
     per_row: int = 16  # words of sampling parameters, generously
+    lists: int = 2 * MAX_LOGIT_BIAS + 2 * MAX_STOP_TOKEN_IDS  # words of biases and of ids that are masked
 
     @property
     def input_words(self) -> int:
-        """int32 words of the host-to-device buffer without the lists, which are rare and add their own."""
-        return 4 * self.tokens + self.rows * (self.blocks + self.per_row + 6) + 64
+        """int32 words of the host-to-device buffer. It holds the longest lists, rare as they are: a buffer that
+        grew would move, and captured graphs would go on reading the old one."""
+        return 4 * self.tokens + self.rows * (self.blocks + self.per_row + self.lists + 6) + 64
 
     @property
     def output_words(self) -> int:
@@ -133,7 +136,10 @@ class Slot:
         self._device = device
         self._poison = poison
         self._streams = streams
-        self._allocate_inputs(limits.input_words)
+        words = limits.input_words
+        self._host_in = torch.zeros(words, dtype=torch.int32, pin_memory=streams.pin_memory)
+        self._host_in_np: NDArray[np.int32] = self._host_in.numpy()
+        self._device_in = torch.zeros(words, dtype=torch.int32, device=device)
         self._host_out = torch.zeros(limits.output_words, dtype=torch.int32, pin_memory=streams.pin_memory)
         self.device_out = torch.zeros(limits.output_words, dtype=torch.int32, device=device)
         self.input_ready = streams.mark()
@@ -146,11 +152,6 @@ class Slot:
         self.sampled: list[Sequence] = []
         self.num_logprobs = -1  # alternatives in this step's output; -1: no log-probabilities
         self._words_in = 0
-
-    def _allocate_inputs(self, words: int) -> None:
-        self._host_in = torch.zeros(words, dtype=torch.int32, pin_memory=self._streams.pin_memory)
-        self._host_in_np: NDArray[np.int32] = self._host_in.numpy()
-        self._device_in = torch.zeros(words, dtype=torch.int32, device=self._device)
 
     # ------------------------------------------------------------------------------------------------- the way in
 
@@ -199,7 +200,6 @@ class Slot:
 
         sample_rows = np.array(plan.sampled, dtype=np.intp)
         extra = _sampling_lists(sampled)
-        self._reserve(extra)
         pack = _Packer(self._host_in_np, self._device_in)
         if layout is None:
             layout = StepLayout(plan.num_tokens, count, len(sampled), width, dummy_slot=0)
@@ -259,11 +259,6 @@ class Slot:
         )
         self._words_in = pack.used
         return inputs
-
-    def _reserve(self, extra: _SamplingLists) -> None:
-        words = self._limits.input_words + extra.words
-        if words > self._host_in.numel():
-            self._allocate_inputs(words)
 
     def _fill_sampling(
         self,
@@ -424,10 +419,6 @@ class _SamplingLists:
     bias_ids: NDArray[np.int32]  # [S, Kb]
     bias_values: NDArray[np.float32]  # [S, Kb]
     banned_ids: NDArray[np.int32]  # [S, Ks]
-
-    @property
-    def words(self) -> int:
-        return 2 * self.bias_ids.size + self.banned_ids.size
 
 
 def _sampling_lists(sampled: list[Sequence]) -> _SamplingLists:
