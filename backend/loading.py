@@ -190,22 +190,30 @@ def _pretrained_model(
     attention: str,
     config: EngineConfig,
 ) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             source.location,
             config=model_config,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=source.local,
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
         )
-    except OSError as exc:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as exc:
         raise ConfigurationError(
             f"the weights of model {source.name!r} cannot be read: {_first_line(exc)}. "
             "Check the folder, or use load_format 'dummy' for random weights"
         ) from exc
+    if missing := sorted(info["missing_keys"]):
+        # transformers gives them random values and carries on.
+        raise ConfigurationError(
+            f"the weights of model {source.name!r} lack {len(missing)} tensors, {missing[0]} among them. "
+            "Complete the folder, or use load_format 'dummy' for random weights"
+        )
     return model.to(device)
 
 

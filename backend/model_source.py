@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +93,13 @@ def convert_gguf(path: Path) -> Path:
         try:
             _convert(path, scratch)
             scratch.rename(target)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+        except (ValueError, KeyError, IndexError, RuntimeError, struct.error) as exc:
+            raise ConfigurationError(
+                f"model: the file {str(path)!r} cannot be converted: {exc}. Give a whole GGUF file of a model type "
+                "that transformers can read"
+            ) from exc
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # after success it has another name
     return target
 
 
