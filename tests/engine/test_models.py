@@ -1,0 +1,249 @@
+"""Which models are taken, which are refused before their weights are read, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TinyModel
+from tiny_models import VOCAB, save_tiny_model
+
+from backend import loading
+from backend.api import ConfigurationError, UnsupportedModelError
+from backend.assembly import build_engine, native_logits, verify_paged
+from backend.attention.sdpa import SdpaKernel
+from backend.config import EngineConfig
+from backend.loading import LoadedModel, load_model
+from backend.model_source import resolve_model
+from backend.runner import ModuleForward
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading or making weights is a failure."""
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(loading, "_pretrained_model", fail)
+    monkeypatch.setattr(loading, "_random_model", fail)
+    monkeypatch.setattr(loading, "_check_size", fail)
+
+
+def save_config(folder: Path, model_type: str, **values: Any) -> str:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(model_type, **values).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("mamba", {"num_hidden_layers": 2}, "attention interface"),
+        ("t5", {}, "no causal language model"),
+        ("bart", {"is_encoder_decoder": True}, "encoder-decoder"),
+        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
+        ("gemma3n_text", {"num_hidden_layers": 20, "num_kv_shared_layers": 10}, "share the keys and values"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
+    ],
+)
+@pytest.mark.usefixtures("no_weights")
+def test_what_the_paged_cache_cannot_represent(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    folder = save_config(tmp_path, model_type, **{**TINY, **changes})
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        load_model(EngineConfig(model=folder, tokenizer="none", device="cpu"))
+    assert repr(model_type) in str(caught.value)
+    assert "transformers" in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_more_context_than_the_model_has(tmp_path: Path) -> None:
+    folder = save_config(tmp_path, "llama", **TINY)
+    with pytest.raises(UnsupportedModelError, match=r"max_model_len is 65, but .* 64"):
+        load_model(EngineConfig(model=folder, tokenizer="none", device="cpu", max_model_len=65))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    "name", ["/no/such/folder", "./nowhere", "~/nowhere-at-all", "a/b/c", "/no/such/file.gguf"]
+)
+def test_paths_that_do_not_exist(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"there is no (folder|file)") as caught:
+        load_model(EngineConfig(model=name, device="cpu"))
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        load_model(EngineConfig(model=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no-such-type"}'])
+def test_a_folder_with_a_useless_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match="cannot be found or read"):
+        load_model(EngineConfig(model=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match="'nobody/no-such-model' cannot be found or read"):
+        load_model(EngineConfig(model="nobody/no-such-model", device="cpu"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda"])
+def test_devices_that_are_not_there(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        device = "cuda:98"
+    with pytest.raises(ConfigurationError, match=device):
+        load_model(EngineConfig(model="smollm2", device=device))
+
+
+# ---------------------------------------------------------------------------------------------------- broken weights
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_model("llama", tmp_path / "model")
+
+
+def load(folder: Path, **options: Any) -> LoadedModel:
+    return load_model(EngineConfig(model=str(folder), tokenizer="none", device="cpu", **options))
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"weights of model .* cannot be read"):
+        load(folder)
+    assert load(folder, load_format="dummy").vocab_size == VOCAB
+
+
+def test_weights_that_are_cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ConfigurationError, match=r"weights of model .* cannot be read"):
+        load(folder)
+
+
+def test_weights_that_are_not_all_there(folder: Path) -> None:
+    """Whatever is missing would be random."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if "layers.1.mlp.down_proj" in n)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.down_proj"):
+        load(folder)
+
+
+def test_weights_of_another_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 16
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="weights of model"):
+        load(folder)
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ConfigurationError, match=r"broken\.gguf"):
+        resolve_model(str(path))
+    assert not [p for p in (tmp_path / "cache" / "gguf").iterdir() if not p.name.endswith(".lock")]
+
+
+def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, llama: TinyModel) -> None:
+    from backend.api import Prompt, RequestError
+
+    small = save_tiny_model("llama", tmp_path / "small", vocab_size=40)
+    loaded = load_model(EngineConfig(model=str(small), tokenizer=str(llama.folder), device="cpu"))
+    assert loaded.encoder.encode(Prompt(prompt="a"))
+    with pytest.raises(RequestError, match="outside the vocabulary of 40") as caught:
+        loaded.encoder.encode(Prompt(prompt="the cat sat on the mat"))
+    assert caught.value.field == "prompt"
+
+
+# ------------------------------------------------------------------------------------------------------ verification
+
+
+def test_attention_that_computes_something_else_is_noticed(tiny: Any) -> None:
+    """A kernel that forgets the sliding window, the soft cap or the sinks must not pass the comparison at load."""
+    from dataclasses import replace
+
+    class Forgetful(SdpaKernel):
+        def __init__(self, **forgotten: None) -> None:
+            super().__init__()
+            self._forgotten = forgotten
+
+        def attend(self, query, layer, cache, inputs, shape, params):  # type: ignore[no-untyped-def]
+            return super().attend(query, layer, cache, inputs, shape, replace(params, **self._forgotten))
+
+    for family, forgotten in (
+        ("mistral-window", {"window": None}),
+        ("gemma2", {"softcap": None}),
+        ("gpt-oss", {"sinks": None}),
+    ):
+        model = tiny(family)
+        native = native_logits(model.loaded)
+        forward = ModuleForward(model.loaded.model, SdpaKernel())
+        verify_paged(model.loaded, model.layers, native, forward, 4)
+        forgetful = ModuleForward(model.loaded.model, Forgetful(**forgotten))
+        with pytest.raises(UnsupportedModelError, match="differ from its own"):
+            verify_paged(model.loaded, model.layers, native, forgetful, 4)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])
+def test_encoders_are_refused_at_the_latest_by_comparison(tmp_path: Path, model_type: str) -> None:
+    folder = save_config(tmp_path, model_type, **TINY)
+    config = EngineConfig(model=folder, load_format="dummy", tokenizer="none", device="cpu", max_model_len=32)
+    with pytest.raises(UnsupportedModelError):
+        build_engine(config, lambda _loaded: None, lambda: 0.0)  # type: ignore[arg-type, return-value]
+
+
+def test_no_room_for_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import backend.assembly
+
+    monkeypatch.setattr(backend.assembly, "available_memory", lambda _device: 5000)
+    with pytest.raises(ConfigurationError, match=r"KV cache does not fit.*Lower max_model_len"):
+        build_engine(
+            EngineConfig(model=str(folder), tokenizer="none", device="cpu"),
+            lambda _loaded: None,
+            lambda: 0.0,  # type: ignore[arg-type, return-value]
+        )
+
+
+def test_no_room_for_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda _device: 5000)
+    with pytest.raises(ConfigurationError, match=r"MiB for its weights in float32, but .* free"):
+        load(folder)
