@@ -145,11 +145,14 @@ def _decode_kernel(
     table = block_table + row.to(tl.int64) * table_stride
     key_head = keys + kv_head * head_stride + column[None, :]
     value_head = values + kv_head * head_stride + column[None, :]
+    first_position = start + tl.arange(0, tile)
+    page = tl.load(table + first_position // block_size, mask=first_position < end, other=0)
     for at in tl.range(start, end, tile, num_stages=stages):
         position = at + tl.arange(0, tile)
         valid = position < end
-        page = tl.load(table + position // block_size, mask=valid, other=0).to(tl.int64)
-        place = page * page_stride + (position % block_size) * token_stride
+        place = page.to(tl.int64) * page_stride + (position % block_size) * token_stride
+        # One tile ahead, so that the pipeline of keys and values never waits for the block table.
+        page = tl.load(table + (position + tile) // block_size, mask=position + tile < end, other=0)
         load_mask = valid[:, None] & in_head[None, :] if head_size < head_pad else valid[:, None]
         k = tl.load(key_head + place[:, None], mask=load_mask, other=0.0)
         v = tl.load(value_head + place[:, None], mask=load_mask, other=0.0)
@@ -231,20 +234,20 @@ def _merge(
     acc = tl.zeros([members, head_pad], tl.float32)
     for at in range(0, active, split_chunk):
         some = at + tl.arange(0, split_chunk)
-        slot = first + member[:, None] * splits + some[None, :]
-        mask = (member < group)[:, None] & (some < active)[None, :]
-        peaks = tl.load(stats + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        source = first + member[:, None] * splits + some[None, :]
+        ended = (member < group)[:, None] & (some < active)[None, :]
+        peak = tl.load(stats + source * 2, mask=ended, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
-            sums + slot[:, :, None] * head_pad + column[None, None, :],
-            mask=mask[:, :, None],
+            sums + source[:, :, None] * head_pad + column[None, None, :],
+            mask=ended[:, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(part * tl.exp2(peaks - highest[:, None])[:, :, None], axis=1)
+        acc += tl.sum(part * tl.exp2(peak - highest[:, None])[:, :, None], axis=1)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = target + (kv_head * group + member)[:, None] * head_size + column[None, :]
-    mask = (member < group)[:, None] & (column < head_size)[None, :]
-    tl.store(place, result.to(target.dtype.element_ty), mask=mask)
+    inside = (member < group)[:, None] & (column < head_size)[None, :]
+    tl.store(place, result.to(target.dtype.element_ty), mask=inside)
 
 
 def paged_decode(
