@@ -135,8 +135,6 @@ class GraphRunner:
         )
 
     def _compute(self, slot: Slot, other: Slot, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
-        from backend.kernels.sample import greedy
-
         tokens = carry_over(inputs.input_ids, inputs.carry_over, other.device_out[: self._max_rows])
         logits = self._forward(tokens, inputs, shape, self._cache)
         slot.device_out[: logits.shape[0]].copy_(greedy(logits))
@@ -154,3 +152,8 @@ class GraphRunner:
         step.graph.replay()
         if slot.sampled and not slot.greedy:
             self._sampling.sample(slot, step.logits[: len(slot.sampled)])
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row, or -1 where there is no finite maximum."""
+    return torch.where(logits.amax(dim=-1).isfinite(), logits.argmax(dim=-1), -1)
