@@ -69,8 +69,10 @@ def start_manager(manager: Any) -> None:
     """Allocate its cache and start its thread, which is a daemon because the caller is."""
     import torch
 
+    # Its tensors are made outside inference mode: not every version runs its loop inside, and one that does not
+    # could never write to them.
+    manager.warmup()
     with torch.inference_mode():
-        manager.warmup()
         manager.start()
 
 
