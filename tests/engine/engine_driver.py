@@ -24,7 +24,9 @@ from backend.core import EngineCore
 from backend.kv_cache import KVCache, LayerShape
 from backend.loading import LoadedModel
 from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage
+from backend.scheduler import StepPlan
 from backend.sequence import Sequence, Status
+from backend.slots import StepLayout
 
 MAX_IDLE_STEPS = 3  # steps in a row in which nothing is launched although there is work
 
@@ -72,6 +74,7 @@ class Driver:
         num_blocks: int,
         max_model_len: int,
         eos_ids: frozenset[int] = frozenset(),
+        layout: Callable[[StepPlan], StepLayout | None] | None = None,
         **config: object,
     ) -> None:
         self.config = EngineConfig(**{"debug_poison": True, "num_kv_blocks": num_blocks, **config})  # type: ignore[arg-type]
@@ -88,6 +91,7 @@ class Driver:
             device=torch.device("cpu"),
             sink=self.sink,
             clock=self.clock,
+            layout=layout,
         )
         self.sequences: list[Sequence] = []
         self._numbers = itertools.count(1)
@@ -164,6 +168,9 @@ class Driver:
         in_flight = sum(s.in_flight for s in self.sequences)
         assert in_flight == (len(pending.sampled) if pending else 0)
         assert all(s.in_flight in (0, 1) for s in self.sequences)
+        if pending is not None and pending.plan is not None:
+            assert pending.plan.num_tokens == sum(pending.plan.lengths) <= self.config.max_num_batched_tokens
+            assert len(pending.plan.sequences) <= self.config.max_num_seqs
         living = core.living()
         assert {s.number for s in living} == {
             s.number for s in self.sequences if s.status is not Status.FINISHED

@@ -7,6 +7,7 @@ at once. The next token is a function of the last tag, thus of the whole history
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections import deque
@@ -160,13 +161,32 @@ class TaggedRunner:
         assert slot.shape.has_carry == bool((slot_carry(slot) >= 0).any())
 
         def work() -> None:
-            self._compute(inputs, before, after, fresh)
-            assert inputs.query_starts.diff().tolist() == lengths
+            self._check_padding(inputs, lengths, num_decode, len(after))
+            self._compute(_unpadded(inputs, lengths, len(after)), before, after, fresh)
 
         if self.streams is None:
             work()
         else:
             self.streams.queue.append(work)
+
+    def _check_padding(self, inputs: StepInputs, lengths: list[int], num_decode: int, sampled: int) -> None:
+        """Padding rows have no tokens and no history, padding tokens go to the block that is nobody's."""
+        rows, tokens = len(lengths), sum(lengths)
+        dummy = len(self.cache) // self.block_size
+        assert inputs.query_starts.diff().tolist()[:rows] == lengths
+        assert set(inputs.query_starts[rows:].tolist()) == {tokens}
+        assert not inputs.kv_lengths[rows:].any()
+        assert (inputs.block_table[rows:] == dummy).all()
+        assert (inputs.cache_slots[tokens:] == dummy * self.block_size).all()
+        assert (inputs.carry_over[tokens:] == -1).all()
+        assert not inputs.input_ids[tokens:].any()
+        assert not inputs.positions[tokens:].any()
+        assert not inputs.sample_tokens[sampled:].any()
+        kv_lengths = inputs.kv_lengths.tolist()
+        assert inputs.decode_lengths.tolist() == kv_lengths[:num_decode] + [0] * (
+            len(kv_lengths) - num_decode
+        )
+        assert inputs.prefill_starts.tolist() == [max(s, num_decode) for s in inputs.query_starts.tolist()]
 
     def _compute(
         self,
@@ -255,6 +275,21 @@ class TaggedRunner:
                 seen = Tag.after(seen, token)
             assert seen == tag, "the penalty row does not hold the sequence's tokens"
             tokens.append(max(sampled[index], 0))
+
+
+def _unpadded(inputs: StepInputs, lengths: list[int], sampled: int) -> StepInputs:
+    rows, tokens = len(lengths), sum(lengths)
+    return dataclasses.replace(
+        inputs,
+        input_ids=inputs.input_ids[:tokens],
+        positions=inputs.positions[:tokens],
+        carry_over=inputs.carry_over[:tokens],
+        cache_slots=inputs.cache_slots[:tokens],
+        query_starts=inputs.query_starts[: rows + 1],
+        kv_lengths=inputs.kv_lengths[:rows],
+        block_table=inputs.block_table[:rows],
+        sample_tokens=inputs.sample_tokens[:sampled],
+    )
 
 
 def slot_carry(slot: Slot) -> torch.Tensor:

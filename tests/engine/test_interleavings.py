@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from engine_driver import Driver
@@ -13,16 +14,32 @@ from tagged_runner import BROKEN, LazySlot, LazyStreams, TaggedRunner, expected_
 from backend.api import FinishReason, RequestError
 from backend.scheduler import StepPlan
 from backend.sequence import Sequence, Status
+from backend.slots import StepLayout
 
 CONTEXT = 40
 tokens = st.integers(0, BROKEN - 1)
 
 
-def make_driver(streams: LazyStreams | None, **config: Any) -> Driver:
+def padded_layout(config: dict[str, Any]) -> Callable[[StepPlan], StepLayout]:
+    """Sizes as captured graphs have them: the next power of two of rows or tokens, tables of full width."""
+    block_size, slots = config["block_size"], config.get("max_num_seqs", 32)
+    most = max(config.get("max_num_batched_tokens", 512), slots)
+
+    def layout(plan: StepPlan) -> StepLayout:
+        decode = plan.num_decode == len(plan.sequences)
+        size = min(1 << (plan.num_tokens - 1).bit_length(), slots if decode else most)
+        rows = size if decode else slots
+        return StepLayout(size, rows, rows, -(-CONTEXT // block_size), config["num_blocks"] * block_size)
+
+    return layout
+
+
+def make_driver(streams: LazyStreams | None, *, padded: bool = False, **config: Any) -> Driver:
     """A driver whose device is a ``TaggedRunner``, lazy if it gets streams."""
     driver = Driver(
         lambda made: TaggedRunner(config["num_blocks"], made.block_size, streams),
         max_model_len=CONTEXT,
+        layout=padded_layout(config) if padded else None,
         **config,
     )
     if streams is not None:
@@ -73,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra=st.sampled_from([0, 1, 2, 7, 64]),
         prefix_cache=st.booleans(),
         lazy=st.booleans(),
+        padded=st.booleans(),
         eos=st.sampled_from(
             [frozenset(), frozenset(), frozenset({0}), frozenset({1, 4})]
         ),  # often long outputs
@@ -86,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra: int,
         prefix_cache: bool,
         lazy: bool,
+        padded: bool,
         eos: frozenset[int],
     ) -> None:
         self.streams = LazyStreams() if lazy else None
@@ -98,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=slots + extra,
             prefix_cache=prefix_cache,
             eos_ids=eos,
+            padded=padded,
         )
 
     @rule(
