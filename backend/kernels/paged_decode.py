@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2_E = 1.4426950408889634
-_MERGE_CHUNK = 8
+MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,12 @@ def decode_config(
             computed correctly.
     """
     if dtype == torch.float32 or head_size > 128:
-        tile, warps, stages = 32, 4, 2
+        tile, warps, stages = 32, 8, 2
     else:
         tile, warps, stages = 64, 4, 3
     wanted = max(1, 512 // (rows * num_kv_heads))
     most = max(1, max_context // (2 * tile))
-    return DecodeConfig(tile, min(wanted, most, 64), warps, stages)
+    return DecodeConfig(tile, min(wanted, most, MAX_SPLITS), warps, stages)
 
 
 class DecodeWorkspace:
@@ -97,8 +96,6 @@ def _decode_kernel(
     head_pad: tl.constexpr,
     block_size: tl.constexpr,
     tile: tl.constexpr,
-    splits: tl.constexpr,
-    split_chunk: tl.constexpr,
     stages: tl.constexpr,
     has_window: tl.constexpr,
     has_softcap: tl.constexpr,
@@ -111,6 +108,7 @@ def _decode_kernel(
     split = tl.program_id(1)
     row = tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
+    splits = tl.num_programs(1)
     log2_e: tl.constexpr = 1.4426950408889634
     if pdl:
         gdc_wait()
@@ -195,11 +193,10 @@ def _decode_kernel(
                 first,
                 kv_head,
                 active,
+                splits,
                 group,
                 head_size,
                 head_pad,
-                splits,
-                split_chunk,
             )
             tl.store(counter, 0)
 
@@ -212,14 +209,14 @@ def _merge(
     first,
     kv_head,
     active,
+    splits,
     group: tl.constexpr,
     head_size: tl.constexpr,
     head_pad: tl.constexpr,
-    splits: tl.constexpr,
-    split_chunk: tl.constexpr,
 ):
     """Weigh the partial results of one row and key head, and store the row."""
-    all_splits: tl.constexpr = triton.next_power_of_2(splits)
+    all_splits: tl.constexpr = 64  # MAX_SPLITS
+    split_chunk: tl.constexpr = 8
     members: tl.constexpr = triton.next_power_of_2(group)
     member = tl.arange(0, members)
     column = tl.arange(0, head_pad)
@@ -302,6 +299,8 @@ def paged_decode(
         )
     if num_heads > workspace.num_heads or triton.next_power_of_2(head_size) > workspace.head_pad:
         raise ValueError(f"the workspace is not for {num_heads} heads of size {head_size}")
+    if not 1 <= config.splits <= MAX_SPLITS:
+        raise ValueError(f"splits is {config.splits}; it must be 1 to {MAX_SPLITS}")
     if output is None:
         output = torch.empty((rows, num_heads, head_size), dtype=query.dtype, device=query.device)
     elif output.shape != query.shape or output.stride(2) != 1 or output.stride(1) != head_size:
@@ -336,8 +335,6 @@ def paged_decode(
         head_pad=triton.next_power_of_2(head_size),
         block_size=block_size,
         tile=config.tile,
-        splits=config.splits,
-        split_chunk=min(_MERGE_CHUNK, triton.next_power_of_2(config.splits)),
         stages=config.stages,
         has_window=window is not None,
         has_softcap=softcap is not None,

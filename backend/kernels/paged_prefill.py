@@ -121,7 +121,7 @@ def _prefill_kernel(
         peak = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * log2_e
         total = tl.full([pairs], 1.0, tl.float32)
     acc = tl.zeros([pairs, head_pad], tl.float32)
-    table = block_table + row.to(tl.int64) * table_stride
+    table = block_table + tl.cast(row, tl.int64) * table_stride
     key_head = keys + kv_head * head_stride + column[None, :]
     value_head = values + kv_head * head_stride + column[None, :]
     first_position = begin + tl.arange(0, tile)

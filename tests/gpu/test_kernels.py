@@ -298,3 +298,93 @@ def test_paged_prefill(
             sinks=sinks,
         )
         assert relative_error(output[span], expected) < TOLERANCE[dtype], f"row {chunks[row]}"
+
+
+# ---------------------------------------------------------------------------------------------------- skinny linear
+
+
+@pytest.mark.parametrize("dtype", [F16] if INTERPRETED else [BF16, F16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tiles", [(128, 64, 20), (64, 128, 7), (64, 64, 264)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 128, 64), (5, 600, 264), (32, 1000, 1024), (64, 64, 4096)]
+)
+def test_skinny_linear(
+    rows: int, outputs: int, inputs: int, tiles: tuple[int, int, int], bias: bool, dtype: torch.dtype
+) -> None:
+    from backend.kernels.skinny_linear import LinearConfig, LinearWorkspace, skinny_linear
+
+    x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+    weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
+    offset = torch.randn(outputs, device=DEVICE).to(dtype) if bias else None
+    workspace = LinearWorkspace(torch.device(DEVICE))
+    config = LinearConfig(*tiles, warps=4, stages=3)
+    output = skinny_linear(x, weight, offset, workspace=workspace, config=config)
+    again = skinny_linear(x, weight, offset, workspace=workspace, config=config)
+    assert torch.equal(output, again)
+    assert not workspace.counters.any()
+    expected = x.double() @ weight.double().T
+    if offset is not None:
+        expected += offset.double()
+    assert relative_error(output, expected) < TOLERANCE[dtype]
+
+
+# ----------------------------------------------------------------------------------------------------------- sample
+
+
+def _sample_both(logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, index: torch.Tensor):  # type: ignore[no-untyped-def]
+    from backend.kernels.sample import SampleWorkspace, sample
+    from backend.sampling import Sampler, SamplingBatch
+
+    rows, vocab = logits.shape
+    workspace = SampleWorkspace(rows, vocab, logits.device)
+    ours = sample(logits, temperature, seed, index, workspace=workspace)
+    none = torch.zeros(rows, device=DEVICE)
+    batch = SamplingBatch(
+        temperature=temperature,
+        top_k=none.int(),
+        top_p=none + 1,
+        min_p=none,
+        seed=seed,
+        output_index=index,
+        repetition_penalty=none + 1,
+        presence_penalty=none,
+        frequency_penalty=none,
+        penalty_row=none.int() - 1,
+        bias_ids=torch.empty(rows, 0, dtype=torch.int32, device=DEVICE),
+        bias_values=torch.empty(rows, 0, device=DEVICE),
+        banned_ids=torch.empty(rows, 0, dtype=torch.int32, device=DEVICE),
+        any_random=True,
+    )
+    return ours.long(), Sampler(vocab, logits.device).sample(logits, batch).token_ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 4096, 32003, 128256])
+def test_sample_draws_the_tokens_of_the_reference_sampler(vocab: int, dtype: torch.dtype) -> None:
+    rows = 9 if INTERPRETED else 64
+    logits = (torch.randn(rows, vocab, device=DEVICE) * 2).to(dtype)
+    temperature = torch.rand(rows, device=DEVICE) * 1.5
+    temperature[::3] = 0
+    temperature[1] = 1e-5
+    seed = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+    index = torch.randint(0, 2**31 - 1, (rows,), device=DEVICE).int()
+    ours, expected = _sample_both(logits, temperature, seed, index)
+    assert torch.equal(ours, expected)
+
+
+def test_sample_of_ties_and_unusable_rows() -> None:
+    vocab, inf, nan = 10000, float("inf"), float("nan")
+    logits = torch.zeros(8, vocab, device=DEVICE)
+    logits[1, [7000, 4097]] = 3.0
+    logits[2, 9000] = nan
+    logits[3] = -inf
+    logits[4, 5] = inf
+    logits[5], logits[5, 9999] = -inf, 1.0
+    temperature = torch.tensor([0, 0, 0, 0, 1, 1, 1, 0.0], device=DEVICE)
+    logits[6, 0] = nan
+    logits[7, :5000] = -1.0
+    seed = torch.arange(8, device=DEVICE)
+    ours, expected = _sample_both(logits, temperature, seed, seed.int())
+    assert ours.tolist() == [0, 4097, -1, -1, -1, 9999, -1, 5000]
+    assert torch.equal(ours, expected)

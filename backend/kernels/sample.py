@@ -1,0 +1,220 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Greedy and temperature sampling in two small kernels, with the very tokens that ``backend.sampling`` draws.
+
+The first kernel reads the logits once. Of each tile of the vocabulary it keeps the largest logit and, for random
+rows, the largest perturbed one, in float32. The second looks again only at the few tiles that can hold the winner,
+in float64 and in the same correctly rounded steps as ``backend.philox``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_TILE = 4096
+
+
+class SampleWorkspace:
+    """What the first kernel hands to the second; launches that share one must follow each other on a stream."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.vocab_size = vocab_size
+        shape = (max_rows, triton.cdiv(vocab_size, _TILE))
+        self.peaks = torch.empty(shape, dtype=torch.float32, device=device)
+        self.ids = torch.empty(shape, dtype=torch.int32, device=device)
+        self.noisy = torch.empty(shape, dtype=torch.float32, device=device)
+
+    def bytes(self) -> int:
+        """Device memory held."""
+        return self.peaks.nbytes + self.ids.nbytes + self.noisy.nbytes
+
+
+@triton.jit
+def _token_words(seed, output_index, first_block, tile: tl.constexpr):
+    """One 32-bit word for each of ``tile`` token ids, from blocks of four ids on from ``first_block``."""
+    block = first_block + tl.arange(0, tile // 4)
+    zero = tl.zeros_like(block)
+    w0, w1, w2, w3 = tl.philox(seed, block, zero + output_index, zero, zero)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [tile])
+
+
+@triton.jit
+def _log(x):
+    """``backend.philox.log``, step by step, on float64."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF) - 1022
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
+    small = mantissa < 0.70710678118654757
+    mantissa = tl.where(small, mantissa * 2, mantissa)
+    power = tl.where(small, exponent - 1, exponent).to(tl.float64)
+    ratio = (mantissa - 1) / (mantissa + 1)
+    square = ratio * ratio
+    series = tl.full(square.shape, 1 / 23, tl.float64)
+    for i in tl.static_range(11):
+        series = series * square + 1 / (21 - 2 * i)
+    return (power * 1.90821492927058770002e-10 + 2 * ratio * series) + power * 6.93147180369123816490e-01
+
+
+@triton.jit
+def _scan_kernel(
+    logits,
+    temperatures,
+    seeds,
+    output_indices,
+    peaks,
+    ids,
+    noisy,
+    logits_stride,
+    vocab_size,
+    tiles,
+    tile: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = part * tile + tl.arange(0, tile)
+    inside = token < vocab_size
+    score = tl.load(logits + row.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf"))
+    score = score.to(tl.float32)
+    peak = tl.max(score, axis=0)
+    best = tl.min(tl.where(inside & (score == peak), token, 2147483647), axis=0)
+    broken = tl.max((score != score).to(tl.int32), axis=0) > 0
+    place = row * tiles + part
+    tl.store(peaks + place, tl.where(broken, float("nan"), peak))
+    tl.store(ids + place, best)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        word = _token_words(tl.load(seeds + row), tl.load(output_indices + row), part * (tile // 4), tile)
+        # -log(1 - u), from whichever of u and 1 - u is small, so that float32 keeps its relative accuracy.
+        u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+        rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+        noise = tl.where(u < 0.00390625, u * (1.0 + u * (0.5 + u * 0.33333333)), -tl.log(rest))
+        perturbed = tl.where(inside, score / temperature - tl.log(noise), float("-inf"))
+        tl.store(noisy + place, tl.max(perturbed, axis=0))
+
+
+@triton.jit
+def _choose_kernel(
+    logits,
+    temperatures,
+    seeds,
+    output_indices,
+    peaks,
+    ids,
+    noisy,
+    output,
+    logits_stride,
+    vocab_size,
+    tiles,
+    tiles_pad: tl.constexpr,
+    tile: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.arange(0, tiles_pad)
+    mask = part < tiles
+    peak_of = tl.load(peaks + row * tiles + part, mask=mask, other=float("-inf"))
+    peak = tl.max(peak_of, axis=0)
+    broken = tl.max((peak_of != peak_of).to(tl.int32), axis=0) > 0
+    usable = (broken == 0) & (peak > float("-inf")) & (peak < float("inf"))
+    first = tl.load(ids + row * tiles + part, mask=mask, other=2147483647)
+    token = tl.min(tl.where(peak_of == peak, first, 2147483647), axis=0)
+    temperature = tl.load(temperatures + row)
+    if (temperature > 0) & usable:
+        seed = tl.load(seeds + row)
+        output_index = tl.load(output_indices + row)
+        noisy_of = tl.load(noisy + row * tiles + part, mask=mask, other=float("-inf"))
+        bar = tl.max(noisy_of, axis=0)
+        # Many times what float32 loses in the logit's quotient and in the noise.
+        bar -= 1e-3 + 2e-6 * (tl.abs(bar) + tl.abs(peak / temperature))
+        open_tiles = mask & (noisy_of >= bar)
+        best = tl.full([], float("-inf"), tl.float64)
+        token = tl.full([], 2147483647, tl.int32)
+        for _ in range(tl.sum(open_tiles.to(tl.int32), axis=0)):
+            at = tl.min(tl.where(open_tiles, part, tiles_pad), axis=0)
+            open_tiles = open_tiles & (part != at)
+            candidate = at * tile + tl.arange(0, tile)
+            inside = candidate < vocab_size
+            score = tl.load(logits + row.to(tl.int64) * logits_stride + candidate, mask=inside, other=0.0)
+            shifted = (score.to(tl.float64) - peak.to(tl.float64)) / temperature.to(tl.float64)
+            word = _token_words(seed, output_index, at * (tile // 4), tile)
+            u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+            value = tl.where(inside, shifted - _log(-_log(1.0 - u)), float("-inf"))
+            highest = tl.max(value, axis=0)
+            lowest_id = tl.min(tl.where(value == highest, candidate, 2147483647), axis=0)
+            # Tiles come in ascending order: on a tie the lower id is there already.
+            token = tl.where(highest > best, lowest_id, token)
+            best = tl.maximum(best, highest)
+    tl.store(output + row, tl.where(usable, token, -1).to(output.dtype.element_ty))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    output_index: Tensor,
+    *,
+    workspace: SampleWorkspace,
+    output: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """One token a row: the most likely where the temperature is 0, else drawn from softmax(logits / temperature).
+
+    Ties go to the lowest token id. Everything that differs between rows is read on the device.
+
+    Args:
+        logits: [S, V], rows contiguous; float32, bfloat16 or float16.
+        temperature: f32[S].
+        seed: i64[S].
+        output_index: i32[S].
+        workspace: for at least S rows of V tokens.
+        output: i32[S] or i64[S], or None: a new i32 tensor.
+        pdl: programmatic dependent launch.
+
+    Returns:
+        Token ids; -1 for a row whose logits are unusable (NaN, or no finite maximum).
+
+    Raises:
+        ValueError: shapes do not fit, or the workspace is too small.
+    """
+    rows, vocab_size = logits.shape
+    if logits.stride(1) != 1 or not len(temperature) == len(seed) == len(output_index) == rows:
+        raise ValueError(f"logits {tuple(logits.shape)} do not fit parameters of {len(temperature)} rows")
+    if rows > workspace.max_rows or vocab_size != workspace.vocab_size:
+        raise ValueError(
+            f"the workspace is for {workspace.max_rows} rows of {workspace.vocab_size} tokens, not "
+            f"{rows} of {vocab_size}"
+        )
+    if output is None:
+        output = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return output
+    tiles = triton.cdiv(vocab_size, _TILE)
+    shared = (logits, temperature, seed, output_index, workspace.peaks, workspace.ids, workspace.noisy)
+    _scan_kernel[(tiles, rows)](
+        *shared, logits.stride(0), vocab_size, tiles, tile=_TILE, pdl=pdl, num_warps=8, launch_pdl=pdl
+    )
+    _choose_kernel[(rows,)](
+        *shared,
+        output,
+        logits.stride(0),
+        vocab_size,
+        tiles,
+        tiles_pad=triton.next_power_of_2(tiles),
+        tile=_TILE,
+        pdl=pdl,
+        num_warps=16,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,  # a fused multiply-add rounds once where the reference rounds twice
+    )
+    return output
