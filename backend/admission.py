@@ -79,20 +79,18 @@ class Admission(Generic[R]):
     def end_early(self, now: float, stop_at: float | None = None) -> list[tuple[R, FinishReason]]:
         """Take out the rows that were cancelled or are past their deadline.
 
-        After a shutdown ``stop_at`` is when running rows are cut short; waiting ones end at once.
+        After a shutdown ``stop_at`` is the moment at which all that is left is cut short.
         """
         ended: list[tuple[R, FinishReason]] = []
         while self._cancels:
             self._end(self._cancels.popleft(), FinishReason.CANCELLED, ended)
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
             self._end(heapq.heappop(self._deadlines)[2], FinishReason.DEADLINE, ended)
-        if stop_at is not None:
-            rows = [row for _, _, row in self._waiting] + (self.running if now >= stop_at else [])
-            for row in rows:
+        if stop_at is not None and now >= stop_at:
+            for row in [row for _, _, row in self._waiting] + self.running:
                 self._end(row, FinishReason.CANCELLED, ended)
-        live = self.num_waiting + len(self.running)
-        self._waiting = _without_ended(self._waiting, live)
-        self._deadlines = _without_ended(self._deadlines, live)
+        self._waiting = _without_ended(self._waiting, len(self))
+        self._deadlines = _without_ended(self._deadlines, len(self))
         return ended
 
     def admit(self, now: float) -> list[R]:
@@ -121,6 +119,10 @@ class Admission(Generic[R]):
         self.running, self._waiting, self._deadlines, self.num_waiting = [], [], [], 0
         return lost
 
+    def __len__(self) -> int:
+        """Rows that have not ended."""
+        return self.num_waiting + len(self.running)
+
     def next_deadline(self) -> float:
         """The soonest moment at which ``end_early`` has something to do; infinite when there is none."""
         return self._deadlines[0][0] if self._deadlines else float("inf")
@@ -140,7 +142,7 @@ class Lifecycle:
     """Whether a backend takes requests, and who is told when it dies."""
 
     def __init__(self, name: str) -> None:
-        self.stop_at: float | None = None  # set by shutdown: when running rows are cut short
+        self.stop_at: float | None = None  # set by shutdown: when what is left is cut short
         self.dead: EngineDeadError | None = None
         self._name = name
         self._closed = "has not been started"
@@ -151,7 +153,7 @@ class Lifecycle:
         self._closed = ""
 
     def close(self, stop_at: float) -> None:
-        """Take no more requests, and cut running ones short at ``stop_at`` or earlier, if asked before."""
+        """Take no more requests, and cut those in hand short at ``stop_at`` or earlier, if asked before."""
         self._closed = "has been shut down"
         self.stop_at = stop_at if self.stop_at is None else min(self.stop_at, stop_at)
 

@@ -240,7 +240,7 @@ class EchoBackend:
             callback(dead)
 
     def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
-        """Stop; with ``drain`` running rows may finish within ``timeout_s``, all others end as cancelled."""
+        """Stop; with ``drain`` accepted requests may finish within ``timeout_s``, the rest end as cancelled."""
         with self._changed:
             now = self._clock.now()
             self._life.close(
@@ -272,7 +272,7 @@ class EchoBackend:
             early = self._rows.end_early(now, self._life.stop_at)
             self._prompt_tokens += sum(row.prompt_tokens for row in self._rows.admit(now))
             rows = [row for row in self._rows.running if self._due(row, now) > 0]
-            over = self._life.stop_at is not None and not self._rows.running
+            over = self._life.stop_at is not None and not self._rows
             if not (early or rows or over):
                 self._clock.wait(self._changed, self._pause(now))
                 return True

@@ -209,7 +209,7 @@ class TransformersBackend:
             callback(dead)
 
     def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
-        """Stop; with ``drain`` running rows may finish within ``timeout_s``, all others end as cancelled."""
+        """Stop; with ``drain`` accepted requests may finish within ``timeout_s``, the rest end as cancelled."""
         with self._lock:
             now = self._clock()
             self._life.close(
@@ -277,7 +277,7 @@ class TransformersBackend:
         self._check_health(now)
         with self._lock:
             self._admit()
-            return self._life.stop_at is None or bool(self._rows.running)
+            return self._life.stop_at is None or len(self._rows) > 0
 
     def _admit(self) -> None:
         now = self._clock()

@@ -219,24 +219,31 @@ def test_a_deadline_hands_out_what_there_is(make: Make) -> None:
     assert (result.finish_reason, result.text) == (FinishReason.DEADLINE, "one two three")
 
 
-def test_a_drain_lets_running_rows_finish_until_its_timeout(make: Make) -> None:
+def submit_until_refused(backend: EchoBackend) -> None:
+    for _ in range(1_000_000):
+        backend.submit(ask()).cancel()
+
+
+def test_a_drain_finishes_what_was_accepted_until_its_timeout(make: Make) -> None:
     clock = ManualClock()
     backend = make(clock, echo_tokens_per_s=10.0, max_num_seqs=2)
     short = backend.submit(ask(max_tokens=3))
     endless = backend.submit(ask(max_tokens=10_000))
-    waiting = backend.submit(ask(max_tokens=1))
+    waiting = [backend.submit(ask(max_tokens=count)) for count in (4, 10_000)]
     clock.settle()
     stopper = threading.Thread(target=backend.shutdown, kwargs={"drain": True, "timeout_s": 1.0})
     stopper.start()
-    assert waiting.result(WAIT_S).finish_reason is FinishReason.CANCELLED
+    with pytest.raises(EngineDeadError, match="shut down"):
+        submit_until_refused(backend)
     clock.advance(0.5)
     assert short.result(WAIT_S).finish_reason is FinishReason.LENGTH
     assert not endless.done()
-    with pytest.raises(EngineDeadError, match="shut down"):
-        backend.submit(ask())
-    clock.strike(0.5)
-    result = endless.result(WAIT_S)
-    assert (result.finish_reason, result.completion_tokens) == (FinishReason.CANCELLED, 5)
+    clock.advance(0.4)
+    assert waiting[0].result(WAIT_S).text == "one two three one"
+    clock.strike(0.1)
+    results = [handle.result(WAIT_S) for handle in (endless, waiting[1])]
+    assert [result.finish_reason for result in results] == [FinishReason.CANCELLED] * 2
+    assert results[0].completion_tokens == 9
     stopper.join(WAIT_S)
     assert not stopper.is_alive()
 
