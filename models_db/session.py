@@ -178,6 +178,8 @@ def _begin_sqlite(conn: Connection) -> None:
 
 
 def _name_the_unavailable(context: ExceptionContext) -> None:
+    if not isinstance(context.original_exception, Exception):
+        return  # Ctrl-C breaks a connection, too, and must stay what it is
     if context.is_pre_ping or not (context.is_disconnect or context.connection is None):
         return
     url = context.dialect and context.engine and context.engine.url

@@ -164,6 +164,7 @@ class BulkRunner:
         client: with a database.
         in_flight: jobs of the batch that wait or run at once, at most; the rest stays in the file.
         report: called with the batch's progress after each look at it.
+        sleep: between two looks; may raise ``KeyboardInterrupt`` (see ``workers.interrupt``).
     """
 
     def __init__(
@@ -231,6 +232,7 @@ class BulkRunner:
                     return
                 self._client.submit_payloads([_submission(batch_id, line) for line in chunk])
                 fed += len(chunk)
+                self._sleep(0.0)  # a moment at which a signal may end it
             progress = self._look(batch_id)
         # Someone else has cancelled it, perhaps before our last jobs went in.
         transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))

@@ -9,13 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from sqlalchemy import Connection, func, select
 
@@ -28,6 +26,7 @@ from workers.bulk import BulkRunner, BulkSource, validate_source
 from workers.bulk_export import Exported, export_batch
 from workers.bulk_input import LineOptions
 from workers.client import Client
+from workers.interrupt import Undisturbed
 from workers.private_redis import PrivateRedis
 from workers.progress import Reporter, Snapshot
 from workers.settings import Settings, load_settings
@@ -35,7 +34,6 @@ from workers.settings import Settings, load_settings
 PROMPTS = Path(__file__).resolve().parent.parent / "examples" / "prompts.jsonl"
 _LOAD_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 class WorkerDiedError(TokenmillError):
@@ -77,10 +75,17 @@ class Demo:
         folder: where database, logs and results go; a database from an earlier demo is replaced.
         backend: ``async`` for the engine, ``echo`` for no model at all.
         model: what the worker loads.
+        sleep: between two looks; may raise ``KeyboardInterrupt`` (see ``workers.interrupt``).
     """
 
     def __init__(
-        self, folder: Path, *, prompts: Path = PROMPTS, backend: str = "async", model: str = "smollm2"
+        self,
+        folder: Path,
+        *,
+        prompts: Path = PROMPTS,
+        backend: str = "async",
+        model: str = "smollm2",
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not prompts.is_file():
             raise ConfigurationError(f"--prompts: {prompts} does not exist. Give a JSONL file")
@@ -91,6 +96,7 @@ class Demo:
         self.database = self.folder / "tokenmill.db"
         self.results = self.folder / "results.jsonl"
         self.worker_log = self.folder / "worker.log"
+        self._sleep = sleep
         self._cleanup = ExitStack()
         self._worker: subprocess.Popen[bytes] | None = None
         self._settings: Settings | None = None
@@ -100,7 +106,7 @@ class Demo:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with _deaf_to_signals():
+        with Undisturbed():
             self._cleanup.close()
 
     @property
@@ -167,7 +173,7 @@ class Demo:
                 if device is not None:
                     self._load_s = time.monotonic() - began
                     return str(device)
-                time.sleep(0.05)
+                self._sleep(0.05)
         finally:
             engine.dispose()
         raise WorkerDiedError(f"the worker was not ready after {_LOAD_TIMEOUT_S:g} s. See {self.worker_log}")
@@ -192,7 +198,7 @@ class Demo:
                 failed = done - now.counts.get(JobState.SUCCEEDED, 0)
                 progress.update(Snapshot(done, source.lines, failed, running, now.completion_tokens))
 
-            runner = BulkRunner(client, report=report)
+            runner = BulkRunner(client, report=report, sleep=self._sleep)
             batch_id = runner.create("demo", source)
             began = time.monotonic()
             ended = runner.run(batch_id, source, file)
@@ -208,7 +214,7 @@ class Demo:
                 sampled = connection.scalar(select(func.sum(EngineSample.generated_tokens)))
             if sampled is not None and sampled >= tokens:
                 return
-            time.sleep(0.05)
+            self._sleep(0.05)
 
     def _outcome(
         self, client: Client, batch_id: str, source: BulkSource, ended: BatchProgress, elapsed_s: float
@@ -256,34 +262,3 @@ def stop_group(process: subprocess.Popen[bytes], timeout_s: float = _STOP_TIMEOU
     with suppress(ProcessLookupError):  # the group is gone with its last process
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP end the block as Ctrl-C does, so that what was started gets stopped."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _handlers(interrupt, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextmanager
-def _deaf_to_signals() -> Iterator[None]:
-    """A second Ctrl-C must not stop the stopping."""
-    with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextmanager
-def _handlers(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's business
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)

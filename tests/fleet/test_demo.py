@@ -80,8 +80,8 @@ def test_an_interrupted_demo_stops_everything(number: signal.Signals, tmp_path: 
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 2
     process.send_signal(number)
-    process.communicate(timeout=40)
-    assert process.returncode == ExitCode.INTERRUPTED
+    _, said = process.communicate(timeout=40)
+    assert process.returncode == ExitCode.INTERRUPTED, said
     assert all_gone(folder, started)
 
 

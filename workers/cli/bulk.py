@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from models_db.batches import BatchProgress
     from workers.bulk import BulkRunner, BulkSource
     from workers.client import Client
+    from workers.interrupt import Interruptible
     from workers.progress import Reporter, Snapshot
 
 _PATIENCE_S = 5.0  # before a silent fleet is explained
@@ -112,6 +113,7 @@ def run(
     from workers.bulk_export import check_output
     from workers.bulk_input import LineOptions
     from workers.client import Client
+    from workers.interrupt import Interruptible
 
     check_output(output, None if source == "-" else Path(source))
     given = {"model": model or settings.model, "max_tokens": max_tokens, "temperature": temperature}
@@ -128,10 +130,11 @@ def run(
         made, found = bulk.validate_source(source, file, options)
         if found.extra_keys:
             _notice(f"Carried through to the output unchanged: {', '.join(sorted(found.extra_keys))}.")
-        runner, show = _runner(client, in_flight)
-        batch_id = runner.create(name or Path(source).name, made)
-        _notice(f"Batch {batch_id}: {made.lines:,} lines for {defaults['model']}.")
-        _work(client, runner, show, batch_id, made, file, output)
+        with Interruptible() as signals:
+            runner, show = _runner(client, in_flight, signals)
+            batch_id = runner.create(name or Path(source).name, made)
+            _notice(f"Batch {batch_id}: {made.lines:,} lines for {defaults['model']}.")
+            _work(client, runner, show, batch_id, made, file, output)
 
 
 @app.command()
@@ -155,10 +158,11 @@ def resume(
     from workers.bulk import BulkSource
     from workers.bulk_export import check_output
     from workers.client import Client
+    from workers.interrupt import Interruptible
 
     check_output(output)
-    with Client(settings) as client:
-        runner, show = _runner(client, in_flight)
+    with Client(settings) as client, Interruptible() as signals:
+        runner, show = _runner(client, in_flight, signals)
         progress = runner.progress(batch_id)
         made = BulkSource.from_json(progress.source)
         try:
@@ -298,11 +302,11 @@ def _workers(client: Client) -> int:
         return len(live_workers(connection))
 
 
-def _runner(client: Client, in_flight: int) -> tuple[BulkRunner, _Shown]:
+def _runner(client: Client, in_flight: int, signals: Interruptible) -> tuple[BulkRunner, _Shown]:
     from workers.bulk import BulkRunner
 
     show = _Shown(client)
-    return BulkRunner(client, in_flight=in_flight, report=show), show
+    return BulkRunner(client, in_flight=in_flight, report=show, sleep=signals.sleep), show
 
 
 def _work(

@@ -51,12 +51,16 @@ def demo(
       tokenmill demo --prompts my-prompts.jsonl --folder my-run
     """
     from models_db.session import make_engine, reading
-    from workers.demo import PROMPTS, Demo, stoppable
+    from workers.demo import PROMPTS, Demo
     from workers.demo_queries import QUESTIONS, ask
+    from workers.interrupt import Interruptible
     from workers.progress import reporter
 
     out, notes = console(), errors()
-    with stoppable(), Demo(folder, prompts=prompts or PROMPTS, backend=backend, model=model) as run:
+    with (
+        Interruptible() as signals,
+        Demo(folder, prompts=prompts or PROMPTS, backend=backend, model=model, sleep=signals.sleep) as run,
+    ):
         broker_url = run.start_services()
         out.print(f"Redis at {broker_url}, database {folder / 'tokenmill.db'}")
         run.start_worker()
