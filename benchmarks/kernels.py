@@ -1,0 +1,461 @@
+"""The GPU kernels one by one and as a chain of layers, in CUDA graphs, over buffers that no cache can hold.
+
+    python -m benchmarks.kernels [--only decode,linear,chain,prefill,small] [--sweep] [--output FILE]
+
+Shapes are those of Llama-3.1-8B in bfloat16. Each time is the median of several replays of a graph that calls the
+kernel on one buffer set after the other. Bytes are those that must be moved at least once.
+``--sweep`` tries every launch configuration instead of the chosen ones; ``--warm I/N`` only compiles a share of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backend.kernels.activation import silu_and_mul
+from backend.kernels.norm import add_rms_norm
+from backend.kernels.paged_decode import (
+    MAX_SPLITS,
+    DecodeConfig,
+    DecodeWorkspace,
+    decode_config,
+    paged_decode,
+)
+from backend.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
+from backend.kernels.rope_cache import rope_and_cache
+from backend.kernels.sample import SampleWorkspace, sample
+from backend.kernels.skinny_linear import MAX_ROWS, LinearConfig, LinearWorkspace, skinny_linear
+
+HEADS, KV_HEADS, SIZE, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
+QKV = (HEADS + 2 * KV_HEADS) * SIZE
+BF16 = torch.bfloat16
+ROTATE_BYTES = 256 * 2**20  # several times the L2 cache
+LINEARS = {
+    "qkv": (QKV, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate-up": (2 * INNER, HIDDEN),
+    "down": (HIDDEN, INNER),
+    "head": (VOCAB, HIDDEN),
+}
+DECODE_SWEEP = [
+    (32, 2, 3),
+    (32, 4, 2),
+    (32, 4, 4),
+    (64, 2, 2),
+    (64, 2, 3),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (128, 4, 2),
+    (128, 8, 2),
+]
+LINEAR_SWEEP = [
+    (128, 64, 132, 4, 8),
+    (128, 64, 264, 4, 4),
+    (128, 64, 264, 4, 5),
+    (128, 128, 132, 4, 5),
+    (64, 128, 132, 4, 7),
+    (64, 128, 264, 4, 4),
+    (64, 64, 264, 4, 8),
+    (64, 64, 396, 4, 5),
+    (64, 128, 396, 4, 3),
+    (128, 64, 132, 8, 8),
+]
+PREFILL_SWEEP = [
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (64, 64, 4, 3),
+    (64, 64, 4, 2),
+    (128, 128, 8, 2),
+    (64, 32, 4, 3),
+]
+
+
+class Report:
+    """Prints lines and keeps them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str = "") -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+
+def timed(calls: Sequence[Callable[[], object]], *, replays: int = 7) -> float:
+    """Microseconds a call, of calls replayed in one graph."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # not torch.cuda.graph, which collects garbage each time
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(statistics.median(times)) * 1000 / len(calls)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=BF16)
+
+
+def rotations(bytes_each: int, least: int = 4, most: int = 64) -> int:
+    """How many buffer sets are needed so that none is in the cache when its turn comes."""
+    return min(max(-(-ROTATE_BYTES // bytes_each), least), most)
+
+
+class Cache:
+    """One large paged cache; tables take consecutive, shuffled blocks of it."""
+
+    def __init__(self, tokens: int) -> None:
+        self.blocks = tokens // BLOCK
+        shape = (self.blocks + 1, BLOCK, KV_HEADS, SIZE)
+        self.keys = torch.randn(shape, device="cuda", dtype=BF16)
+        self.values = torch.randn(shape, device="cuda", dtype=BF16)
+        self.order = torch.randperm(self.blocks, device="cuda").int()
+
+    def table(self, rows: int, context: int, turn: int) -> Tensor:
+        """i32[rows, blocks of a row]; different turns use different blocks as long as the cache allows."""
+        width = -(-context // BLOCK)
+        first = turn * rows * width % max(self.blocks - rows * width, 1)
+        return self.order[first : first + rows * width].view(rows, width)
+
+
+def decode_calls(cache: Cache, rows: int, context: int, config: DecodeConfig) -> list[Callable[[], object]]:
+    count = rotations(rows * context * KV_HEADS * SIZE * 4)
+    query = torch.randn(rows, HEADS, SIZE, device="cuda", dtype=BF16)
+    output = torch.empty_like(query)
+    lengths = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+    workspace = DecodeWorkspace(rows, HEADS, SIZE, config.splits, torch.device("cuda"))
+
+    def call(table: Tensor) -> Callable[[], object]:
+        return lambda: paged_decode(
+            query,
+            cache.keys,
+            cache.values,
+            table,
+            lengths,
+            scale=SIZE**-0.5,
+            workspace=workspace,
+            config=config,
+            output=output,
+        )
+
+    return [call(cache.table(rows, context, turn)) for turn in range(count)]
+
+
+def bench_decode(report: Report, cache: Cache, sweep: bool) -> None:
+    report("decode attention with merge, µs a layer")
+    contexts = (128, 192, 608, 1100, 2048, 4096, 8192)
+    for rows, context in itertools.product((1, 8, 32, 128, 256), contexts):
+        if rows * context > 1_100_000:
+            continue
+        bytes_moved = rows * context * KV_HEADS * SIZE * 4
+        chosen = decode_config(rows, context, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=BF16)
+        configs = [chosen]
+        if sweep:
+            wanted = [
+                s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_SPLITS) if useful(rows, context, s)
+            ]
+            configs += [DecodeConfig(t, s, w, n) for (t, w, n), s in itertools.product(DECODE_SWEEP, wanted)]
+        times = {}
+        for config in configs:
+            times[config] = timed(decode_calls(cache, rows, context, config), replays=5 if sweep else 9)
+        best = sorted(times, key=lambda config: times[config])[:4] if sweep else []
+        rate = bytes_moved / times[chosen] / 1e6
+        line = f"  rows {rows:3} context {context:4}: {times[chosen]:7.1f} µs {rate:5.2f} TB/s"
+        report(line + f"  {short(chosen)}" + "".join(f" | {times[c]:.1f} {short(c)}" for c in best))
+
+
+def useful(rows: int, context: int, splits: int) -> bool:
+    programs = rows * KV_HEADS * splits
+    return splits == 1 or (splits * 32 <= context and programs <= 4096)
+
+
+def short(config: DecodeConfig) -> str:
+    return f"t{config.tile} s{config.splits} w{config.warps} n{config.stages}"
+
+
+def bench_linear(report: Report, sweep: bool) -> dict[str, LinearConfig]:
+    """Times cuBLAS and ours; returns the best of ours by name."""
+    report("linear layers, 32 rows, µs: cuBLAS, then ours, plain and with dependent launch")
+    return {name: bench_one_linear(report, name, sweep) for name in LINEARS}
+
+
+def bench_one_linear(report: Report, name: str, sweep: bool) -> LinearConfig:
+    outputs, inputs = LINEARS[name]
+    workspace = LinearWorkspace(torch.device("cuda"))
+    weights = [random(outputs, inputs) * 0.02 for _ in range(min(rotations(outputs * inputs * 2), 12))]
+    x, y = random(32, inputs), random(32, outputs)
+    rate = outputs * inputs * 2 / 1e6
+    cublas = timed([functools.partial(torch.mm, x, w.T, out=y) for w in weights])
+    expected = x.float() @ weights[0].float().T
+    times = {}
+    for shape in LINEAR_SWEEP if sweep else LINEAR_SWEEP[:1]:
+        call = functools.partial(skinny_linear, x, workspace=workspace, config=LinearConfig(*shape), output=y)
+        try:
+            difference = float((call(weights[0]).float() - expected).norm() / expected.norm())
+            if not difference < 1e-2:
+                report(f"  WRONG {name} {shape}: relative error {difference}")
+                continue
+            for pdl in (False, True):
+                times[shape, pdl] = timed([functools.partial(call, w, pdl=pdl) for w in weights])
+        except Exception as error:  # a configuration that does not fit is an answer too
+            report(f"  FAILED {name} {shape}: {type(error).__name__} {str(error)[:200]}")
+    best = sorted(times, key=lambda key: times[key])
+    report(f"  {name:8} cuBLAS {cublas:6.1f} ({rate / cublas:4.2f} TB/s)")
+    for key in best[:8]:
+        report(f"           {times[key]:6.1f} ({rate / times[key]:4.2f} TB/s) {key[0]} pdl={key[1]}")
+    return LinearConfig(*best[0][0])
+
+
+class Layers:
+    """The kernels of decoder layers with weights of their own, in the order in which a model calls them."""
+
+    def __init__(self, cache: Cache, rows: int, context: int, count: int) -> None:
+        self.cache, self.rows, self.context, self.count = cache, rows, context, count
+        self.weights = [
+            {name: random(*LINEARS[name]) * 0.02 for name in list(LINEARS)[:4]} for _ in range(count)
+        ]
+        self.gain = torch.ones(HIDDEN, device="cuda", dtype=BF16)
+        self.x = torch.randn(rows, HIDDEN, device="cuda", dtype=BF16)
+        self.lengths = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+        self.positions = self.lengths - 1
+        self.cos_sin = torch.randn(context, SIZE, device="cuda")
+        self.tables = [cache.table(rows, context, turn) for turn in range(count)]
+        self.slots = [
+            (table[:, -1] * BLOCK + (context - 1) % BLOCK).int().contiguous() for table in self.tables
+        ]
+        self.config = decode_config(rows, context, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=BF16)
+        self.workspace = DecodeWorkspace(rows, HEADS, SIZE, self.config.splits, torch.device("cuda"))
+        self.sums = LinearWorkspace(torch.device("cuda"))
+
+    def run(self, linears: dict[str, LinearConfig], pdl: bool) -> Tensor:
+        x, residual = self.x, self.x
+        for turn, weights in enumerate(self.weights):
+
+            def linear(value: Tensor, name: str, weights: dict[str, Tensor] = weights) -> Tensor:
+                config = linears.get(name)
+                if config is None:
+                    return torch.nn.functional.linear(value, weights[name])
+                return skinny_linear(value, weights[name], workspace=self.sums, config=config, pdl=pdl)
+
+            h, residual = add_rms_norm(x, residual, self.gain, 1e-5, pdl=pdl)
+            qkv = linear(h, "qkv")
+            query = rope_and_cache(
+                qkv,
+                self.positions,
+                self.cos_sin,
+                self.slots[turn],
+                self.cache.keys,
+                self.cache.values,
+                num_heads=HEADS,
+                pdl=pdl,
+            )
+            mixed = paged_decode(
+                query,
+                self.cache.keys,
+                self.cache.values,
+                self.tables[turn],
+                self.lengths,
+                scale=SIZE**-0.5,
+                workspace=self.workspace,
+                config=self.config,
+                pdl=pdl,
+            )
+            h, residual = add_rms_norm(linear(mixed.flatten(1), "o"), residual, self.gain, 1e-5, pdl=pdl)
+            x = linear(silu_and_mul(linear(h, "gate-up"), pdl=pdl), "down")
+        return x
+
+
+def bench_chain(report: Report, cache: Cache, found: dict[str, LinearConfig]) -> None:
+    report("chain of decoder layers, µs a layer (floor: weights and KV at 4.55 TB/s)")
+    ours = {name: config for name, config in found.items() if name != "head"}
+    for rows, context in ((32, 192), (32, 608), (32, 4096), (128, 608), (256, 608)):
+        choices: dict[str, dict[str, LinearConfig]] = {"cublas": {}}
+        if rows <= MAX_ROWS and ours:
+            choices |= {"ours": ours, "ours but gate-up": {k: v for k, v in ours.items() if k != "gate-up"}}
+            choices |= {f"cublas but {name}": {name: ours[name]} for name in ours}
+        bench_layers(report, Layers(cache, rows, context, 8), choices)
+
+
+def bench_layers(report: Report, layers: Layers, choices: dict[str, dict[str, LinearConfig]]) -> None:
+    rows, context = layers.rows, layers.context
+    weights = sum(n * k for n, k in list(LINEARS.values())[:4]) * 2
+    floor = (weights + rows * context * KV_HEADS * SIZE * 4) / 4.55e6
+    parts, outputs = [f"floor {floor:.1f}"], []
+    for (name, linears), pdl in itertools.product(choices.items(), (False, True)):
+        outputs.append(layers.run(linears, pdl).float())
+        micros = timed([functools.partial(layers.run, linears, pdl)]) / layers.count
+        parts.append(f"{name}{' pdl' if pdl else ''} {micros:.1f}")
+    worst = max(float((out - outputs[0]).norm() / outputs[0].norm()) for out in outputs)
+    report(
+        f"  rows {rows} context {context}: " + ", ".join(parts) + f"; outputs differ by {worst:.1e} at most"
+    )
+
+
+def bench_prefill(report: Report, cache: Cache, sweep: bool) -> None:
+    report("prefill attention, µs a layer")
+    configs = [prefill_config(HEADS // KV_HEADS, SIZE, BF16)]
+    if sweep:
+        configs += [PrefillConfig(*shape) for shape in PREFILL_SWEEP]
+    for rows, queries, cached in ((32, 64, 0), (1, 128, 0), (8, 512, 0), (1, 4096, 0), (4, 512, 3584)):
+        flops = 4 * HEADS * SIZE * rows * (queries * cached + queries * (queries + 1) / 2)
+        parts = []
+        for config in configs:
+            micros = timed(prefill_calls(cache, rows, queries, cached, config))
+            parts.append(
+                f"{micros:.1f} ({flops / micros / 1e6:.0f} TFLOP/s) p{config.pairs} t{config.tile} "
+                f"w{config.warps} n{config.stages}"
+            )
+        report(f"  {rows} rows of {queries} after {cached}: " + " | ".join(parts))
+
+
+def prefill_calls(
+    cache: Cache, rows: int, queries: int, cached: int, config: PrefillConfig
+) -> list[Callable[[], object]]:
+    query = random(rows * queries, HEADS, SIZE)
+    starts = (torch.arange(rows + 1, device="cuda") * queries).int()
+    lengths = torch.full((rows,), queries + cached, device="cuda", dtype=torch.int32)
+    tables = [cache.table(rows, queries + cached, turn) for turn in range(4)]
+
+    def call(table: Tensor) -> object:
+        return paged_prefill(
+            query, cache.keys, cache.values, table, starts, lengths, scale=SIZE**-0.5, config=config
+        )
+
+    return [functools.partial(call, table) for table in tables]
+
+
+def bench_small(report: Report, cache: Cache) -> None:
+    report("small kernels, µs: plain, with dependent launch")
+    for rows in (32, 256):
+        for name, kernel in small_kernels(cache, rows).items():
+            plain, dependent = (
+                timed([functools.partial(kernel, turn, pdl) for turn in range(16)]) for pdl in (False, True)
+            )
+            report(f"  rows {rows:3} {name:12} {plain:6.1f} {dependent:6.1f}")
+
+
+def small_kernels(cache: Cache, rows: int) -> dict[str, Callable[[int, bool], object]]:
+    x, gate_up, qkv = ([random(rows, size) for _ in range(16)] for size in (HIDDEN, 2 * INNER, QKV))
+    logits = [random(rows, VOCAB) for _ in range(4)]
+    gain = torch.ones(HIDDEN, device="cuda", dtype=BF16)
+    positions = torch.arange(rows, device="cuda", dtype=torch.int32)
+    cos_sin = torch.randn(rows, SIZE, device="cuda")
+    workspace = SampleWorkspace(rows, VOCAB, torch.device("cuda"))
+    cold, hot = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
+    seed = torch.arange(rows, device="cuda")
+    tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
+
+    def rope(turn: int, pdl: bool) -> object:
+        return rope_and_cache(
+            qkv[turn], positions, cos_sin, positions, cache.keys, cache.values, num_heads=HEADS, pdl=pdl
+        )
+
+    def draw(temperature: Tensor, turn: int, pdl: bool) -> object:
+        return sample(
+            logits[turn % 4], temperature, seed, positions, workspace=workspace, output=tokens, pdl=pdl
+        )
+
+    return {
+        "add+norm": lambda turn, pdl: add_rms_norm(x[turn], x[turn - 1], gain, 1e-5, pdl=pdl),
+        "silu": lambda turn, pdl: silu_and_mul(gate_up[turn], pdl=pdl),
+        "rope+cache": rope,
+        "greedy": functools.partial(draw, cold),
+        "temperature": functools.partial(draw, hot),
+        "torch.argmax": lambda turn, pdl: logits[turn % 4].argmax(dim=1),
+    }
+
+
+def bench_rates(report: Report, cache: Cache) -> None:
+    flat = cache.keys.flatten()
+    size = flat.numel() * 2
+    read = timed([lambda: flat.view(torch.int32).amax()])
+    copied = cache.values.flatten()
+    copy = timed([lambda: copied.copy_(flat)])
+    report(
+        f"memory: amax over a tensor reads {size / read / 1e6:.2f} TB/s, a copy moves {2 * size / copy / 1e6:.2f} TB/s"
+    )
+
+
+def warm(share: str, cache: Cache) -> None:
+    """Compile this share of the sweeps' kernels into Triton's disk cache."""
+    index, of = map(int, share.split("/"))
+    jobs = [decode_calls(cache, 2, 64, DecodeConfig(t, 1, w, n))[0] for t, w, n in DECODE_SWEEP]
+    jobs += [prefill_calls(cache, 2, 64, 0, PrefillConfig(*shape))[0] for shape in PREFILL_SWEEP]
+    workspace = LinearWorkspace(torch.device("cuda"))
+    x, weight = random(32, HIDDEN), random(QKV, HIDDEN)
+    for shape, pdl in itertools.product(LINEAR_SWEEP, (False, True)):
+        config = LinearConfig(*shape)
+        jobs.append(functools.partial(skinny_linear, x, weight, workspace=workspace, config=config, pdl=pdl))
+    for job in jobs[index::of]:
+        try:
+            job()
+        except Exception as error:
+            print(f"warm: {type(error).__name__} {str(error)[:300]}", file=sys.stderr)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Time the GPU kernels")
+    parser.add_argument("--only", default="rates,small,decode,linear,chain,prefill")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--warm")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    if options.warm:
+        warm(options.warm, Cache(4096))
+        return
+    import triton
+
+    report = Report()
+    name, free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+    report(f"{name}, torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}")
+    report(f"command: python -m benchmarks.kernels {' '.join(sys.argv[1:])}")
+    cache = Cache(min(4_000_000, free // 4 // (KV_HEADS * SIZE * 4)))
+    found: dict[str, LinearConfig] = {}
+    for part in options.only.split(","):
+        began = time.monotonic()
+        if part == "rates":
+            bench_rates(report, cache)
+        elif part == "decode":
+            bench_decode(report, cache, options.sweep)
+        elif part == "linear":
+            found = bench_linear(report, options.sweep)
+        elif part == "chain":
+            bench_chain(report, cache, found)
+        elif part == "prefill":
+            bench_prefill(report, cache, options.sweep)
+        elif part == "small":
+            bench_small(report, cache)
+        print(f"({part}: {time.monotonic() - began:.0f} s)", flush=True)
+        if options.output:
+            options.output.write_text("\n".join(report.lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
