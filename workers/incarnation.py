@@ -26,6 +26,8 @@ from workers.settings import Settings
 
 logger = get_logger(__name__)
 
+_LONGEST_START_S = 600.0
+
 
 class DeclaredDeadError(TokenmillError):
     """Others hold this incarnation for dead and take its jobs over; it must start anew."""
@@ -65,7 +67,8 @@ class DeathWatch:
 class _Sight:
     """What one look at the database shows."""
 
-    counters: dict[str, int]
+    counters: dict[str, int]  # of all that claim to live
+    starting: set[str]  # those of them that still load their model
     owners: set[str]  # of running jobs
     cancelled: list[str]  # our jobs that someone wants cancelled
 
@@ -93,7 +96,10 @@ class Incarnation:
         self._on_dead = on_dead
         self._clock = clock
         gap = settings.dead_after_s / 2
-        self._watch = DeathWatch(settings.dead_after_s, max(gap, 2 * settings.heartbeat_interval_s))
+        gap = max(gap, 2 * settings.heartbeat_interval_s)
+        self._watch = DeathWatch(settings.dead_after_s, gap)
+        # Loading may hold everything up for long, and who loads owns no job yet.
+        self._starting_watch = DeathWatch(max(_LONGEST_START_S, settings.dead_after_s), gap)
         self._db: DatabaseThread | None = None
         self._backend: Backend | None = None
         self._dead: frozenset[str] = frozenset()
@@ -158,8 +164,10 @@ class Incarnation:
                 return
 
     def _look(self, conn: Connection) -> _Sight:
+        workers = live_workers(conn)
         return _Sight(
-            {worker.id: worker.heartbeat for worker in live_workers(conn)},
+            {worker.id: worker.heartbeat for worker in workers},
+            {worker.id for worker in workers if worker.state is WorkerState.STARTING},
             {
                 owner
                 for owner in conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct())
@@ -172,12 +180,15 @@ class Incarnation:
         if future.exception() is not None:
             return
         sight = future.result()
-        silent = self._watch.look(sight.counters, self._clock()) - {self.id}
+        now = self._clock()
+        starting = {worker_id: sight.counters[worker_id] for worker_id in sight.starting}
+        silent = (self._watch.look(sight.counters, now) - sight.starting) - {self.id}
+        silent |= self._starting_watch.look(starting, now) - {self.id}
         gone = sight.owners - sight.counters.keys() - {self.id}  # stopped, or found dead by others
         self._dead = silent | gone
         for worker_id in silent - self._buried:
             self._buried.add(worker_id)
-            logger.warning("Worker %s is dead: no heartbeat for %gs", worker_id, self._settings.dead_after_s)
+            logger.warning("Worker %s is dead: its heartbeat stands still", worker_id)
             self._set_state(WorkerState.DEAD, worker_id=worker_id)
         if sight.cancelled:
             self._on_cancel(sight.cancelled)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import redis
 from celery.result import AsyncResult
+from kombu import pools
 from sqlalchemy import Engine, select
 
 from models_db.jobs import JobStatus, StoredResult, insert_jobs, job_result, job_status, mark_published
@@ -312,3 +313,4 @@ class Fleet:
             if isinstance(thing, AsyncResult) and thing.app is self.app:
                 thing.backend = None
         self.app.close()
+        pools.reset()  # kombu shares connections by URL, between tests too

@@ -192,7 +192,7 @@ def test_a_warm_shutdown_under_load_leaves_nothing_unacknowledged(
 ) -> None:
     fleet = make_fleet(shutdown_grace_s=grace_s, engine={"echo_tokens_per_s": 50, "max_num_seqs": 8})
     worker = fleet.worker()
-    jobs = [fleet.submit(job_id, max_tokens=20) for job_id in ids(60)]
+    jobs = [fleet.submit(job_id, max_tokens=20) for job_id in ids(50)]
     wait_until(lambda: JobState.SUCCEEDED in fleet.states().values(), 20, "the first result")
     assert worker.stop() == 0
     assert fleet.redis.unacked() == 0
@@ -226,7 +226,7 @@ def test_a_cold_shutdown_hands_back_at_once(make_fleet: MakeFleet) -> None:
 def test_a_killed_workers_job_is_finished_by_another(make_fleet: MakeFleet, any_database_url: str) -> None:
     fleet = make_fleet(any_database_url, **SLOW)
     fleet.start_workers(2)
-    jobs = [fleet.submit(job_id, max_tokens=60) for job_id in ids(3)]
+    jobs = [fleet.submit(job_id, max_tokens=40) for job_id in ids(3)]
     for job_id in jobs:
         fleet.wait_state(job_id, JobState.RUNNING)
     doomed = fleet.owner(jobs[0])
@@ -246,7 +246,7 @@ def test_a_killed_workers_job_is_finished_by_another(make_fleet: MakeFleet, any_
 def test_a_job_may_outlast_the_visibility_timeout_many_times(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(**SLOW)
     fleet.start_workers(2)
-    job_id = fleet.submit(ids(1)[0], max_tokens=120)
+    job_id = fleet.submit(ids(1)[0], max_tokens=100)
     fleet.wait_state(job_id, JobState.SUCCEEDED, timeout_s=30)
     fleet.wait_drained()
     assert fleet.attempts(job_id) == [AttemptOutcome.SUCCEEDED]

@@ -16,7 +16,8 @@ from models_db.records import StoredResult
 from models_db.tables import JobState
 from workers.actor import Actor
 from workers.app import make_app
-from workers.finaliser import Threads
+from workers.finaliser import Finaliser, Threads, run_call
+from workers.intake import Call, Delivery
 from workers.pool import Mailbox
 from workers.request import GenerateRequest
 from workers.settings import load_settings
@@ -225,6 +226,44 @@ def test_threads_keep_going_after_a_failure() -> None:
     assert good.result(5).startswith("finaliser-")
     assert isinstance(bad.exception(5), ZeroDivisionError)
     threads.stop(timeout_s=5)
+
+
+class ResultBackend:
+    def __init__(self) -> None:
+        self.stored: list[tuple[str, str]] = []
+
+    def store_result(self, task_id: str, result: Any, state: str, request: Any) -> None:
+        self.stored.append((task_id, state))
+
+
+def test_started_is_stored_at_admission_and_never_after_the_outcome() -> None:
+    message = Message(BODY)
+    request, _ = request_of(message)
+    task = request.task
+    task.track_started, task.backend = True, ResultBackend()
+    mailbox, threads, told = Mailbox(), Threads(2), []
+
+    def tracer(*args: Any) -> tuple[int, str, float]:
+        assert task.run().get("text") == "a private answer"
+        task.backend.stored.append(("j", "SUCCESS"))
+        return 0, "value", 0.1
+
+    delivery = Delivery(request=request, call=Call(tracer, (), {}), callback=told.append)
+    finaliser = Finaliser(task, threads, mailbox.post)
+    finaliser.started(delivery)
+    finaliser.trace(delivery, outcome(result=RESULT), 2.5, lambda: told.append("then"))
+    threads.start()
+    assert mailbox.run(timeout_s=5) == 1
+    threads.stop(timeout_s=5)
+    assert task.backend.stored == [("j", "STARTED"), ("j", "SUCCESS")]
+    assert told == [(0, "value", 2.5), "then"], "with the runtime of the engine"
+    assert request.settled
+
+
+def test_what_the_tracer_raises_goes_to_the_error_callback() -> None:
+    told: list[Any] = []
+    run_call(Call(lambda: 1 / 0, (), {}), told.append, lambda info: told.append(info.type))()
+    assert told == [ZeroDivisionError]
 
 
 def test_an_actor_runs_events_and_timers_and_survives_faults() -> None:
