@@ -31,6 +31,8 @@ def bench(context: typer.Context) -> None:
       tokenmill bench engine --limit 16 --repetitions 1
 
       tokenmill bench steps
+
+      tokenmill bench fleet
     """
     if context.invoked_subcommand is None:
         _run("compare", [])
@@ -83,6 +85,22 @@ def steps(
       tokenmill bench steps --requests 3000
     """
     _run("step_cpu", [f"--requests={requests}"])
+
+
+@app.command()
+def fleet(
+    jobs: Annotated[int, typer.Option("--jobs", min=100, help="Jobs for each system.")] = 3000,
+    repetitions: Repetitions = 1,
+) -> None:
+    """Measure jobs per second through Redis and SQL without a model, beside plain Celery with threads.
+
+    [bold]Examples[/bold]
+
+      tokenmill bench fleet
+
+      tokenmill bench fleet --jobs 1000 --repetitions 3
+    """
+    _run("fleet", [f"--jobs={jobs}", f"--repetitions={repetitions}"])
 
 
 def _run(module: str, arguments: list[str]) -> None:
