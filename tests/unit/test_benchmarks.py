@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from backend.api import ConfigurationError
 from benchmarks import report, step_cpu
 from benchmarks.compare import Measured, measure, table
 from benchmarks.systems import System, Tokens
 from benchmarks.workload import PROMPTS, Work, mixed, uniform
+from workers.cli import bench
 
 
 class FakeClock:
@@ -107,3 +112,48 @@ def test_the_step_benchmark_sees_each_request_to_its_end() -> None:
     assert len(run.prepare) == len(run.whole) > 500
     assert 3.5 < run.running <= 4
     assert all(0 < prepare <= whole for prepare, whole in zip(run.prepare, run.whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([], ["benchmarks.compare"]),
+        (["steps", "--requests", "3000"], ["benchmarks.step_cpu", "--requests=3000"]),
+        (["fleet", "--jobs", "500"], ["benchmarks.fleet", "--jobs=500", "--repetitions=1"]),
+    ],
+)
+def test_the_command_runs_a_module_in_a_process_of_its_own(
+    command: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+
+    def run(arguments: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        called.append(arguments)
+        return subprocess.CompletedProcess(arguments, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = CliRunner().invoke(bench.app, command)
+    assert called == [[sys.executable, "-m", *expected]]
+    assert outcome.exit_code == 3
+
+
+def test_the_engine_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+
+    def run(arguments: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        called.append(arguments)
+        return subprocess.CompletedProcess(arguments, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = CliRunner().invoke(bench.app, ["engine", "--limit", "16", "--systems", "async,generate"])
+    assert outcome.exit_code == 0
+    assert {"--limit=16", "--systems=async,generate", "--repetitions=3"} <= set(called[0])
+
+
+def test_without_the_repository_it_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "workers" / "cli" / "bench.py"))
+    outcome = CliRunner().invoke(bench.app, ["steps"])
+    assert isinstance(outcome.exception, ConfigurationError)
+    assert "Clone the repository" in str(outcome.exception)
