@@ -26,6 +26,9 @@ class RowTable:
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
         self.top_k = ints(max_num_seqs)
         self.penalty_row = ints(max_num_seqs)  # the row itself, or -1
+        self.logprobs = ints(max_num_seqs)  # alternatives asked for, or -1
+        self.min_tokens = ints(max_num_seqs)
+        self.has_bias = np.zeros(max_num_seqs, dtype=np.bool_)
         self.temperature = floats()
         self.top_p = floats()
         self.min_p = floats()
@@ -50,6 +53,9 @@ class RowTable:
         self.seed[row] = sequence.seed
         self.top_k[row] = sampling.top_k
         self.penalty_row[row] = row if sampling.uses_penalties else -1
+        self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.min_tokens[row] = sampling.min_tokens
+        self.has_bias[row] = bool(sampling.logit_bias)
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p

@@ -106,6 +106,10 @@ class Scheduler:
             self._num_waiting -= 1
         sequence.status = Status.FINISHED
 
+    def abandon(self) -> None:
+        """Forget every sequence; nothing can be scheduled afterwards."""
+        self.running, self._waiting, self._num_waiting = [], [], 0
+
     def register_outputs(self, sequence: Sequence) -> None:
         """Tell the prefix cache of blocks that have filled up with tokens that are known by now."""
         full = min(sequence.num_computed, sequence.num_known) // self._block_size
@@ -121,19 +125,22 @@ class Scheduler:
         plan = StepPlan()
         prefills = StepPlan()
         budget = self._max_tokens
-        decoding = sum(1 for s in self.running if s.num_total - s.num_computed == 1)
+        # Tokens that each sequence has left to compute, as ``num_total - num_computed`` but without the calls.
+        left = [len(s.prompt_ids) + len(s.output_ids) + s.in_flight - s.num_computed for s in self.running]
+        decoding = left.count(1)
+        block_size = self._block_size
 
         # One pass, best first. The list may shrink at its end while it is walked.
         index = 0
         while index < len(self.running):
-            sequence = self.running[index]
+            sequence, remaining = self.running[index], left[index]
             index += 1
-            remaining = sequence.num_total - sequence.num_computed
             if remaining == 1:
                 decoding -= 1
-                if sequence.num_outputs >= sequence.max_new_tokens:
+                if len(sequence.output_ids) + sequence.in_flight >= sequence.max_new_tokens:
                     continue  # its last token is in flight
-                if self._grow(sequence, 1, index) == 1:
+                fits = sequence.num_computed < len(sequence.blocks) * block_size
+                if fits or self._grow(sequence, 1, index) == 1:
                     plan.add(sequence, sequence.num_computed, 1, samples=True)
                     budget -= 1
             elif budget - decoding > 0:

@@ -161,10 +161,12 @@ class Slot:
         decode, count = plan.num_decode, len(sequences)
         self.plan = plan
         self.sampled = sampled = [sequences[i] for i in plan.sampled]
+        known_blocks = rows.num_blocks
         for sequence in sequences:
-            rows.update(sequence)
+            if not sequence.row_filled or known_blocks[sequence.row] != len(sequence.blocks):
+                rows.update(sequence)
 
-        row_ids = np.fromiter((s.row for s in sequences), dtype=np.intp, count=count)
+        row_ids = np.array([s.row for s in sequences], dtype=np.intp)
         starts = np.array(plan.starts, dtype=np.int32)
         lengths = np.array(plan.lengths, dtype=np.int32)
         query_starts = np.zeros(count + 1, dtype=np.int32)
@@ -175,13 +177,12 @@ class Slot:
 
         tokens = np.zeros(plan.num_tokens, dtype=np.int32)
         carry = np.full(plan.num_tokens, -1, dtype=np.int32)
-        has_carry = False
-        for index in range(decode):
-            sequence = sequences[index]
-            if sequence.in_flight:
-                carry[index] = sequence.sample_index
-                has_carry = True
-            else:
+        sources = [s.sample_index if s.in_flight else -1 for s in sequences[:decode]]
+        carry[:decode] = sources
+        has_carry = any(source >= 0 for source in sources)
+        for index, source in enumerate(sources):
+            if source < 0:
+                sequence = sequences[index]
                 tokens[index] = (sequence.output_ids or sequence.prompt_ids)[-1]
         if count == decode:
             positions, token_rows = starts, np.arange(count)
@@ -199,7 +200,9 @@ class Slot:
         cache_slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
 
         sample_rows = np.array(plan.sampled, dtype=np.intp)
-        extra = _sampling_lists(sampled)
+        state_rows = row_ids[sample_rows]
+        indices = np.array([len(s.output_ids) + s.in_flight for s in sampled], dtype=np.int32)
+        extra = _sampling_lists(sampled, state_rows, indices, rows)
         pack = _Packer(self._host_in_np, self._device_in)
         if layout is None:
             layout = StepLayout(plan.num_tokens, count, len(sampled), width, dummy_slot=0)
@@ -221,7 +224,7 @@ class Slot:
             prefill_starts=np.maximum(query_starts, decode),
             sample_tokens=query_starts[1:][sample_rows] - 1,
             block_table=tables.reshape(-1),
-            sampling=lambda: self._fill_sampling(pack, sampled, row_ids[sample_rows], rows, extra),
+            sampling=lambda: self._fill_sampling(pack, indices, state_rows, rows, extra),
         )
         self._words_in = pack.used
         self.shape = StepShape(
@@ -230,7 +233,7 @@ class Slot:
             query_lengths=plan.lengths,
             kv_lengths=kv_lengths.tolist(),
             has_carry=has_carry,
-            new_penalty_rows=[s for s in sampled if s.sampling.uses_penalties and not s.penalties_ready],
+            new_penalty_rows=[s for s in sampled if not s.penalties_ready and s.sampling.uses_penalties],
         )
         # From here on these rows' newest tokens are on the device only.
         for index, sequence in enumerate(sampled):
@@ -263,7 +266,7 @@ class Slot:
     def _fill_sampling(
         self,
         pack: _Packer,
-        sampled: list[Sequence],
+        indices: NDArray[np.int32],
         rows_of: NDArray[np.intp],
         rows: RowTable,
         extra: _SamplingLists,
@@ -272,12 +275,8 @@ class Slot:
         penalty_row = rows.penalty_row[rows_of]
         any_random = bool(temperature.any())
         any_penalty = bool((penalty_row >= 0).any())
-        count = len(sampled)
-        self.num_logprobs = max(
-            (-1 if s.sampling.logprobs is None else s.sampling.logprobs for s in sampled), default=-1
-        )
+        self.num_logprobs = int(rows.logprobs[rows_of].max(initial=-1))
         top_k, top_p, min_p = rows.top_k[rows_of], rows.top_p[rows_of], rows.min_p[rows_of]
-        indices = np.fromiter((s.num_outputs for s in sampled), dtype=np.int32, count=count)
         return SamplingBatch(
             seed=pack.put(rows.seed[rows_of]),
             temperature=pack.put(temperature),
@@ -421,9 +420,11 @@ class _SamplingLists:
     banned_ids: NDArray[np.int32]  # [S, Ks]
 
 
-def _sampling_lists(sampled: list[Sequence]) -> _SamplingLists:
+def _sampling_lists(
+    sampled: list[Sequence], rows_of: NDArray[np.intp], indices: NDArray[np.int32], rows: RowTable
+) -> _SamplingLists:
     count = len(sampled)
-    biased = [(i, s.sampling.logit_bias) for i, s in enumerate(sampled) if s.sampling.logit_bias]
+    biased = [(i, sampled[i].sampling.logit_bias) for i in np.flatnonzero(rows.has_bias[rows_of])]
     width = max((len(bias) for _, bias in biased), default=0)
     bias_ids = np.full((count, width), -1, dtype=np.int32)
     bias_values = np.zeros((count, width), dtype=np.float32)
@@ -431,11 +432,8 @@ def _sampling_lists(sampled: list[Sequence]) -> _SamplingLists:
         bias_ids[i, : len(bias)] = list(bias.keys())
         bias_values[i, : len(bias)] = list(bias.values())
     # The host knows the index of the output to come, so it masks the ends itself.
-    banned = [
-        (i, sorted(s.ending_ids))
-        for i, s in enumerate(sampled)
-        if s.sampling.min_tokens and s.num_outputs < s.sampling.min_tokens
-    ]
+    early = np.flatnonzero(indices < rows.min_tokens[rows_of])
+    banned = [(i, sorted(sampled[i].ending_ids)) for i in early]
     width = max((len(ids) for _, ids in banned), default=0)
     banned_ids = np.full((count, width), -1, dtype=np.int32)
     for i, ids in banned:
