@@ -209,6 +209,15 @@ class EngineCore:
             if sequence is not None:
                 self._finish(sequence, FinishReason.DEADLINE, None, now)
 
+    def abandon(self) -> list[Sequence]:
+        """After a fault: take out every sequence that has not ended, without trusting any of the books."""
+        lost = self.living()
+        self._living.clear()
+        self._deadlines.clear()
+        self.scheduler.abandon()
+        self.failed += len(lost)
+        return lost
+
     def check_idle(self) -> None:
         """Integrity after the last request: nothing held, nothing in flight.
 

@@ -258,10 +258,9 @@ class AsyncEngine:
             return BackendStats()
         core = self._parts.core
         scheduler, allocator = core.scheduler, core.allocator
-        alive = self._death is None  # what a dead engine's lists still hold has been failed
         return BackendStats(
-            running=len(scheduler.running) if alive else 0,
-            waiting=scheduler.num_waiting + self._queued if alive else 0,
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting + self._queued,
             steps=core.steps,
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
@@ -333,8 +332,7 @@ class AsyncEngine:
             except Exception:
                 logger.exception("a command to the dead engine failed")
         assert self._output is not None
-        for sequence in core.living():
-            core.failed += 1
+        for sequence in core.abandon():
             self._output.fail(sequence, error)
         for callback in callbacks:
             self._tell(callback, error)

@@ -198,7 +198,9 @@ def check_dead(running: RunningEngine, handles: list[GenerationHandle], told: li
     running.engine.add_death_callback(late.append)
     assert late == told
     running.engine.shutdown(drain=True)
-    running.engine.stats()
+    stats = running.engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.requests_finished + stats.requests_failed == running.engine._number
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
