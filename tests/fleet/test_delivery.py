@@ -409,7 +409,7 @@ def test_an_end_that_cannot_be_committed_is_never_acknowledged(world: World) -> 
     assert worker.table.pending == 0
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(16))
 def test_whatever_happens_each_job_ends_once(world: World, engine: Engine, seed: int) -> None:
     """Random deliveries, doubled and repeated, kills, cancels, revokes, shutdowns and database outages."""
     dice = random.Random(seed)
