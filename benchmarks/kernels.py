@@ -33,7 +33,13 @@ from backend.kernels.paged_decode import (
 from backend.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from backend.kernels.rope_cache import rope_and_cache
 from backend.kernels.sample import SampleWorkspace, sample
-from backend.kernels.skinny_linear import MAX_ROWS, LinearConfig, LinearWorkspace, skinny_linear
+from backend.kernels.skinny_linear import (
+    MAX_ROWS,
+    LinearConfig,
+    LinearWorkspace,
+    partial_linear,
+    skinny_linear,
+)
 
 HEADS, KV_HEADS, SIZE, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 QKV = (HEADS + 2 * KV_HEADS) * SIZE
@@ -48,28 +54,51 @@ LINEARS = {
 }
 DECODE_SWEEP = [
     (32, 2, 3),
-    (32, 4, 2),
+    (32, 2, 5),
     (32, 4, 4),
-    (64, 2, 2),
     (64, 2, 3),
     (64, 4, 2),
     (64, 4, 3),
     (64, 4, 4),
-    (128, 4, 2),
-    (128, 8, 2),
+    (64, 8, 3),
 ]
-LINEAR_SWEEP = [
-    (128, 64, 132, 4, 8),
-    (128, 64, 264, 4, 4),
-    (128, 64, 264, 4, 5),
-    (128, 128, 132, 4, 5),
-    (64, 128, 132, 4, 7),
-    (64, 128, 264, 4, 4),
-    (64, 64, 264, 4, 8),
-    (64, 64, 396, 4, 5),
-    (64, 128, 396, 4, 3),
-    (128, 64, 132, 8, 8),
-]
+LINEAR_SWEEP = {
+    "qkv": [
+        (64, 128, 4, 4, 2),
+        (64, 128, 4, 4, 3),
+        (128, 128, 8, 4, 2),
+        (64, 256, 4, 4, 2),
+        (64, 128, 2, 4, 4),
+    ],
+    "o": [
+        (64, 128, 8, 4, 2),
+        (64, 128, 4, 4, 3),
+        (64, 128, 4, 4, 4),
+        (64, 256, 4, 4, 2),
+        (128, 128, 8, 4, 2),
+    ],
+    "gate-up": [
+        (64, 128, 1, 4, 2),
+        (64, 128, 1, 4, 3),
+        (128, 128, 1, 4, 2),
+        (128, 64, 2, 4, 3),
+        (64, 256, 1, 4, 2),
+    ],
+    "down": [
+        (64, 128, 8, 4, 2),
+        (64, 128, 4, 4, 4),
+        (64, 256, 4, 4, 2),
+        (128, 128, 8, 4, 2),
+        (64, 128, 7, 4, 3),
+    ],
+    "head": [
+        (64, 128, 1, 4, 2),
+        (64, 256, 1, 4, 2),
+        (128, 128, 1, 4, 2),
+        (64, 128, 1, 4, 4),
+        (128, 128, 1, 4, 5),
+    ],
+}
 PREFILL_SWEEP = [
     (128, 64, 8, 3),
     (128, 64, 8, 2),
@@ -142,7 +171,9 @@ class Cache:
         return self.order[first : first + rows * width].view(rows, width)
 
 
-def decode_calls(cache: Cache, rows: int, context: int, config: DecodeConfig) -> list[Callable[[], object]]:
+def decode_calls(
+    cache: Cache, rows: int, context: int, config: DecodeConfig, pdl: bool = False
+) -> list[Callable[[], object]]:
     count = rotations(rows * context * KV_HEADS * SIZE * 4)
     query = torch.randn(rows, HEADS, SIZE, device="cuda", dtype=BF16)
     output = torch.empty_like(query)
@@ -160,13 +191,14 @@ def decode_calls(cache: Cache, rows: int, context: int, config: DecodeConfig) ->
             workspace=workspace,
             config=config,
             output=output,
+            pdl=pdl,
         )
 
     return [call(cache.table(rows, context, turn)) for turn in range(count)]
 
 
 def bench_decode(report: Report, cache: Cache, sweep: bool) -> None:
-    report("decode attention with merge, µs a layer")
+    report("decode attention with merge, µs a layer: plain, with dependent launch")
     contexts = (128, 192, 608, 1100, 2048, 4096, 8192)
     for rows, context in itertools.product((1, 8, 32, 128, 256), contexts):
         if rows * context > 1_100_000:
@@ -182,9 +214,12 @@ def bench_decode(report: Report, cache: Cache, sweep: bool) -> None:
         times = {}
         for config in configs:
             times[config] = timed(decode_calls(cache, rows, context, config), replays=5 if sweep else 9)
+        dependent = timed(decode_calls(cache, rows, context, chosen, pdl=True))
         best = sorted(times, key=lambda config: times[config])[:4] if sweep else []
         rate = bytes_moved / times[chosen] / 1e6
-        line = f"  rows {rows:3} context {context:4}: {times[chosen]:7.1f} µs {rate:5.2f} TB/s"
+        line = (
+            f"  rows {rows:3} context {context:4}: {times[chosen]:7.1f} µs {rate:5.2f} TB/s, {dependent:7.1f}"
+        )
         report(line + f"  {short(chosen)}" + "".join(f" | {times[c]:.1f} {short(c)}" for c in best))
 
 
@@ -212,7 +247,7 @@ def bench_one_linear(report: Report, name: str, sweep: bool) -> LinearConfig:
     cublas = timed([functools.partial(torch.mm, x, w.T, out=y) for w in weights])
     expected = x.float() @ weights[0].float().T
     times = {}
-    for shape in LINEAR_SWEEP if sweep else LINEAR_SWEEP[:1]:
+    for shape in LINEAR_SWEEP[name][: None if sweep else 1]:
         call = functools.partial(skinny_linear, x, workspace=workspace, config=LinearConfig(*shape), output=y)
         try:
             difference = float((call(weights[0]).float() - expected).norm() / expected.norm())
@@ -233,7 +268,10 @@ def bench_one_linear(report: Report, name: str, sweep: bool) -> LinearConfig:
 class Layers:
     """The kernels of decoder layers with weights of their own, in the order in which a model calls them."""
 
-    def __init__(self, cache: Cache, rows: int, context: int, count: int) -> None:
+    def __init__(
+        self, cache: Cache, rows: int, context: int, count: int, linears: dict[str, LinearConfig]
+    ) -> None:
+        self.linears = linears
         self.cache, self.rows, self.context, self.count = cache, rows, context, count
         self.weights = [
             {name: random(*LINEARS[name]) * 0.02 for name in list(LINEARS)[:4]} for _ in range(count)
@@ -251,14 +289,17 @@ class Layers:
         self.workspace = DecodeWorkspace(rows, HEADS, SIZE, self.config.splits, torch.device("cuda"))
         self.sums = LinearWorkspace(torch.device("cuda"))
 
-    def run(self, linears: dict[str, LinearConfig], pdl: bool) -> Tensor:
+    def run(self, ours: tuple[str, ...], *, parts: bool, pdl: bool) -> Tensor:
+        """The last layer's output; ``ours`` names the products that cuBLAS does not compute."""
         x, residual = self.x, self.x
         for turn, weights in enumerate(self.weights):
 
             def linear(value: Tensor, name: str, weights: dict[str, Tensor] = weights) -> Tensor:
-                config = linears.get(name)
-                if config is None:
+                if name not in ours:
                     return torch.nn.functional.linear(value, weights[name])
+                config = self.linears[name]
+                if parts and name in ("o", "down"):
+                    return partial_linear(value, weights[name], config=config, pdl=pdl)
                 return skinny_linear(value, weights[name], workspace=self.sums, config=config, pdl=pdl)
 
             h, residual = add_rms_norm(x, residual, self.gain, 1e-5, pdl=pdl)
@@ -286,42 +327,44 @@ class Layers:
             )
             h, residual = add_rms_norm(linear(mixed.flatten(1), "o"), residual, self.gain, 1e-5, pdl=pdl)
             x = linear(silu_and_mul(linear(h, "gate-up"), pdl=pdl), "down")
-        return x
+        return add_rms_norm(x, residual, self.gain, 1e-5, pdl=pdl)[0]
 
 
 def bench_chain(report: Report, cache: Cache, found: dict[str, LinearConfig]) -> None:
     report("chain of decoder layers, µs a layer (floor: weights and KV at 4.55 TB/s)")
-    ours = {name: config for name, config in found.items() if name != "head"}
+    choices: list[tuple[str, ...]] = [()]
+    if found:
+        choices += [("o",), ("o", "down"), ("qkv", "o", "down"), ("qkv", "o", "gate-up", "down")]
     for rows, context in ((32, 192), (32, 608), (32, 4096), (128, 608), (256, 608)):
-        choices: dict[str, dict[str, LinearConfig]] = {"cublas": {}}
-        if rows <= MAX_ROWS and ours:
-            choices |= {"ours": ours, "ours but gate-up": {k: v for k, v in ours.items() if k != "gate-up"}}
-            choices |= {f"cublas but {name}": {name: ours[name]} for name in ours}
-        bench_layers(report, Layers(cache, rows, context, 8), choices)
+        layers = Layers(cache, rows, context, 8, found)
+        bench_layers(report, layers, choices if rows <= MAX_ROWS else choices[:1])
 
 
-def bench_layers(report: Report, layers: Layers, choices: dict[str, dict[str, LinearConfig]]) -> None:
+def bench_layers(report: Report, layers: Layers, choices: list[tuple[str, ...]]) -> None:
     rows, context = layers.rows, layers.context
     weights = sum(n * k for n, k in list(LINEARS.values())[:4]) * 2
     floor = (weights + rows * context * KV_HEADS * SIZE * 4) / 4.55e6
-    parts, outputs = [f"floor {floor:.1f}"], []
-    for (name, linears), pdl in itertools.product(choices.items(), (False, True)):
-        outputs.append(layers.run(linears, pdl).float())
-        micros = timed([functools.partial(layers.run, linears, pdl)]) / layers.count
-        parts.append(f"{name}{' pdl' if pdl else ''} {micros:.1f}")
-    worst = max(float((out - outputs[0]).norm() / outputs[0].norm()) for out in outputs)
-    report(
-        f"  rows {rows} context {context}: " + ", ".join(parts) + f"; outputs differ by {worst:.1e} at most"
-    )
+    report(f"  rows {rows} context {context}: floor {floor:.1f}")
+    expected = layers.run((), parts=False, pdl=False).float()
+    for ours in choices:
+        times = {}
+        for parts, pdl in itertools.product((False, True) if "o" in ours else (False,), (False, True)):
+            call = functools.partial(layers.run, ours, parts=parts, pdl=pdl)
+            difference = float((call().float() - expected).norm() / expected.norm())
+            if not difference < 5e-2:
+                report(f"    WRONG {ours} parts={parts} pdl={pdl}: outputs differ by {difference:.1e}")
+            times["parts" * parts + " pdl" * pdl or "plain"] = timed([call]) / layers.count
+        line = ", ".join(f"{name.strip()} {micros:.1f}" for name, micros in times.items())
+        report(f"    cuBLAS but {'+'.join(ours) or 'nothing'}: {line}")
 
 
 def bench_prefill(report: Report, cache: Cache, sweep: bool) -> None:
     report("prefill attention, µs a layer")
-    configs = [prefill_config(HEADS // KV_HEADS, SIZE, BF16)]
-    if sweep:
-        configs += [PrefillConfig(*shape) for shape in PREFILL_SWEEP]
     for rows, queries, cached in ((32, 64, 0), (1, 128, 0), (8, 512, 0), (1, 4096, 0), (4, 512, 3584)):
         flops = 4 * HEADS * SIZE * rows * (queries * cached + queries * (queries + 1) / 2)
+        configs = [prefill_config(HEADS // KV_HEADS, SIZE, BF16, queries=queries)]
+        if sweep:
+            configs += [PrefillConfig(*shape) for shape in PREFILL_SWEEP]
         parts = []
         for config in configs:
             micros = timed(prefill_calls(cache, rows, queries, cached, config))
@@ -407,7 +450,8 @@ def warm(share: str, cache: Cache) -> None:
     jobs += [prefill_calls(cache, 2, 64, 0, PrefillConfig(*shape))[0] for shape in PREFILL_SWEEP]
     workspace = LinearWorkspace(torch.device("cuda"))
     x, weight = random(32, HIDDEN), random(QKV, HIDDEN)
-    for shape, pdl in itertools.product(LINEAR_SWEEP, (False, True)):
+    shapes = sorted({shape for shapes in LINEAR_SWEEP.values() for shape in shapes})
+    for shape, pdl in itertools.product(shapes, (False, True)):
         config = LinearConfig(*shape)
         jobs.append(functools.partial(skinny_linear, x, weight, workspace=workspace, config=config, pdl=pdl))
     for job in jobs[index::of]:

@@ -18,9 +18,11 @@ def _add_rms_norm_kernel(
     normed,
     summed,
     x_stride,
+    part_stride,
     residual_stride,
     size,
     eps,
+    parts: tl.constexpr,
     plus_one: tl.constexpr,
     has_residual: tl.constexpr,
     block: tl.constexpr,
@@ -33,8 +35,11 @@ def _add_rms_norm_kernel(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
+    dtype = normed.dtype.element_ty
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    dtype = value.dtype
+    for part in tl.static_range(1, parts):
+        value += tl.load(x + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
+    value = value.to(dtype)
     if has_residual:
         other = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
@@ -54,8 +59,9 @@ def add_rms_norm(
     """``residual + x``, and its root-mean-square norm, in one pass; rounded where transformers rounds.
 
     Args:
-        x: [T, N], rows contiguous; float32, bfloat16 or float16.
-        residual: like ``x``, or None: then nothing is added.
+        x: [T, N], rows contiguous; float32, bfloat16 or float16. Or f32[P, T, N], contiguous: P parts whose sum,
+            rounded to ``residual``'s type, is ``x`` (see ``partial_linear``).
+        residual: [T, N], like ``x``, or None: then nothing is added.
         weight: [N].
         eps: added to the mean square.
         offset: 0 multiplies by ``weight`` in ``x``'s type as Llama does; 1 by ``1 + weight`` in float32 as Gemma.
@@ -67,12 +73,15 @@ def add_rms_norm(
     Raises:
         ValueError: shapes or strides do not fit.
     """
-    if x.dim() != 2 or x.stride(1) != 1 or weight.shape != x.shape[1:] or offset not in (0, 1):
+    if x.dim() not in (2, 3) or x.stride(-1) != 1 or weight.shape != x.shape[-1:] or offset not in (0, 1):
         raise ValueError(f"cannot norm x {tuple(x.shape)} with weight {tuple(weight.shape)}, offset {offset}")
-    if residual is not None and (residual.shape != x.shape or residual.stride(1) != 1):
+    if residual is not None and (residual.shape != x.shape[-2:] or residual.stride(1) != 1):
         raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
-    rows, size = x.shape
-    normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if x.dim() == 3 and (residual is None or not x.is_contiguous()):
+        raise ValueError("parts of x must be contiguous and need a residual")
+    rows, size = x.shape[-2:]
+    dtype = x.dtype if residual is None else residual.dtype
+    normed = torch.empty((rows, size), dtype=dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
     if rows == 0:
         return normed, summed
@@ -83,10 +92,12 @@ def add_rms_norm(
         weight,
         normed,
         summed,
-        x.stride(0),
+        x.stride(-2),
+        rows * size,
         0 if residual is None else residual.stride(0),
         size,
         eps,
+        parts=x.shape[0] if x.dim() == 3 else 1,
         plus_one=offset == 1,
         has_residual=residual is not None,
         block=block,

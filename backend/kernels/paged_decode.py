@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from backend.kernels.prefetch import prefetch
+
 MAX_SPLITS = 64
 
 
@@ -39,13 +41,12 @@ def decode_config(
         max_context: most keys a row is expected to have while these constants are in use; longer rows are still
             computed correctly.
     """
+    programs = rows * num_kv_heads
+    # About two programs a multiprocessor keep the memory busy with three stages; where there are more anyway, two.
+    splits = max(1, min(256 // programs, max_context // 64, MAX_SPLITS))
     if dtype == torch.float32 or head_size > 128:
-        tile, warps, stages = 32, 8, 2
-    else:
-        tile, warps, stages = 64, 4, 3
-    wanted = max(1, 512 // (rows * num_kv_heads))
-    most = max(1, max_context // (2 * tile))
-    return DecodeConfig(tile, min(wanted, most, MAX_SPLITS), warps, stages)
+        return DecodeConfig(32, splits, 8, 2)
+    return DecodeConfig(64, splits, 4, 3 if programs * splits <= 264 else 2)
 
 
 class DecodeWorkspace:
@@ -97,6 +98,7 @@ def _decode_kernel(
     block_size: tl.constexpr,
     tile: tl.constexpr,
     stages: tl.constexpr,
+    line: tl.constexpr,
     has_window: tl.constexpr,
     has_softcap: tl.constexpr,
     has_sinks: tl.constexpr,
@@ -110,8 +112,6 @@ def _decode_kernel(
     num_kv_heads = tl.num_programs(0)
     splits = tl.num_programs(1)
     log2_e: tl.constexpr = 1.4426950408889634
-    if pdl:
-        gdc_wait()
     length = tl.load(kv_lengths + row)
     begin = 0
     if has_window:
@@ -121,6 +121,19 @@ def _decode_kernel(
     if (start >= length) & (split > 0):
         return
     end = tl.minimum(start + share, length)
+    table = block_table + row.to(tl.int64) * table_stride
+    position = start + tl.arange(0, tile)
+    page = tl.load(table + position // block_size, mask=position < end, other=0)
+    if pdl:
+        # Tokens of earlier steps lie in the cache already: fetch the first of them while the kernel before this
+        # one, which stores this step's, ends.
+        place = (
+            page.to(tl.int64) * page_stride + (position % block_size) * token_stride + kv_head * head_stride
+        )
+        lines = place[:, None] + tl.arange(0, head_pad // line)[None, :] * line
+        prefetch(keys + lines)
+        prefetch(values + lines)
+        gdc_wait()
 
     member = tl.arange(0, group_pad)
     column = tl.arange(0, head_pad)
@@ -140,11 +153,8 @@ def _decode_kernel(
         peak = sink * log2_e
         total = tl.where(in_group & (split == 0), 1.0, 0.0)
     acc = tl.zeros([group_pad, head_pad], tl.float32)
-    table = block_table + row.to(tl.int64) * table_stride
     key_head = keys + kv_head * head_stride + column[None, :]
     value_head = values + kv_head * head_stride + column[None, :]
-    first_position = start + tl.arange(0, tile)
-    page = tl.load(table + first_position // block_size, mask=first_position < end, other=0)
     for at in tl.range(start, end, tile, num_stages=stages):
         position = at + tl.arange(0, tile)
         valid = position < end
@@ -277,7 +287,8 @@ def paged_decode(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: [heads], one more logit a head that takes part in the softmax and yields nothing.
         output: [R, heads, head_size] with contiguous rows, or None: a new tensor.
-        pdl: programmatic dependent launch.
+        pdl: programmatic dependent launch. ``kv_lengths``, ``block_table`` and the tokens of earlier steps are then
+            read before the wait: the two kernels before this one on the stream must not write them.
 
     Raises:
         ValueError: shapes or strides do not fit, or the workspace is too small.
@@ -336,6 +347,7 @@ def paged_decode(
         block_size=block_size,
         tile=config.tile,
         stages=config.stages,
+        line=min(128 // query.element_size(), triton.next_power_of_2(head_size)),
         has_window=window is not None,
         has_softcap=softcap is not None,
         has_sinks=sinks is not None,

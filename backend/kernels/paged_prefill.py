@@ -26,13 +26,15 @@ class PrefillConfig:
     stages: int
 
 
-def prefill_config(group: int, head_size: int, dtype: torch.dtype) -> PrefillConfig:
-    """What measured best. ``group`` is the number of query heads that share a key head."""
+def prefill_config(group: int, head_size: int, dtype: torch.dtype, *, queries: int) -> PrefillConfig:
+    """What measured best for ``queries`` tokens a row; ``group`` query heads share a key head."""
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return PrefillConfig(max(smallest, 32 if head_size <= 64 else 16), 32, 8, 2)
     if head_size > 128:
         return PrefillConfig(max(smallest, 64), 32, 4, 2)
+    if queries < 1024:
+        return PrefillConfig(max(smallest, 64), 32, 4, 3)
     return PrefillConfig(max(smallest, 128), 64, 8, 3)
 
 
@@ -215,7 +217,7 @@ def paged_prefill(
     if rows == 0 or tokens == 0:
         return output
     group = num_heads // num_kv_heads
-    chosen = config or prefill_config(group, head_size, query.dtype)
+    chosen = config or prefill_config(group, head_size, query.dtype, queries=tokens // rows)
     if chosen.pairs < group:
         raise ValueError(
             f"a tile of {chosen.pairs} pairs does not hold the {group} heads that share a key head"

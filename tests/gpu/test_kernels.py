@@ -58,6 +58,22 @@ def test_add_rms_norm(rows: int, size: int, dtype: torch.dtype, offset: int, res
     assert torch.equal(x, wide[:, :size])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_add_rms_norm_of_parts(parts: int, dtype: torch.dtype) -> None:
+    from backend.kernels.norm import add_rms_norm
+
+    x = torch.randn(parts, 5, 576, device=DEVICE)
+    residual = torch.randn(5, 576, device=DEVICE).to(dtype)
+    weight = torch.randn(576, device=DEVICE).to(dtype)
+    normed, summed = add_rms_norm(x, residual, weight, 1e-5)
+    total = x[0].clone()
+    for part in x[1:]:
+        total += part
+    assert torch.equal(summed, total.to(dtype) + residual)
+    assert relative_error(normed, rms_norm(summed, weight, 1e-5, 0)) < (1e-6 if dtype == F32 else 1e-3)
+
+
 # ------------------------------------------------------------------------------------------------------- activation
 
 
@@ -300,19 +316,93 @@ def test_paged_prefill(
         assert relative_error(output[span], expected) < TOLERANCE[dtype], f"row {chunks[row]}"
 
 
+# ----------------------------------------------------------------------------------------- dependent launch, graphs
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_chain_with_dependent_launches_in_a_graph_equals_the_plain_chain(splits: int) -> None:
+    from backend.kernels.activation import silu_and_mul
+    from backend.kernels.norm import add_rms_norm
+    from backend.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+    from backend.kernels.rope_cache import rope_and_cache
+    from backend.kernels.skinny_linear import LinearConfig, LinearWorkspace, partial_linear, skinny_linear
+
+    heads, kv_heads, size, hidden, inner, layers = 8, 2, 64, 512, 1024, 6
+    lengths = [1, 100, 700, 16, 17]
+    cache = make_rows(lengths, kv_heads=kv_heads, head_size=size, block_size=16, dtype=BF16, device="cuda")
+    positions = cache.kv_lengths - 1
+    slots = cache.block_table.gather(1, (positions // 16).long()[:, None])[:, 0] * 16 + positions % 16
+    cos_sin = torch.randn(1000, size, device="cuda")
+    weights = [
+        [
+            (torch.randn(n, k, device="cuda") * 0.05).to(BF16)
+            for n, k in (((heads + 2 * kv_heads) * size, hidden), (hidden, heads * size), (2 * inner, hidden))
+        ]
+        + [(torch.randn(hidden, inner, device="cuda") * 0.05).to(BF16)]
+        for _ in range(layers)
+    ]
+    gain = torch.ones(hidden, device="cuda", dtype=BF16)
+    device = torch.device("cuda")
+    linear_config = LinearConfig(64, 64, splits, 4, 3)
+    sums = LinearWorkspace(device)
+    workspace = DecodeWorkspace(len(lengths), heads, size, splits, device)
+    first = torch.randn(len(lengths), hidden, device="cuda").to(BF16)
+
+    def chain(pdl: bool) -> torch.Tensor:
+        x, residual = first, first
+        for qkv_weight, o, gate_up, down in weights:
+            h, residual = add_rms_norm(x, residual, gain, 1e-5, pdl=pdl)
+            qkv = skinny_linear(h, qkv_weight, workspace=sums, config=linear_config, pdl=pdl)
+            query = rope_and_cache(
+                qkv, positions, cos_sin, slots, cache.keys, cache.values, num_heads=heads, pdl=pdl
+            )
+            mixed = paged_decode(
+                query,
+                cache.keys,
+                cache.values,
+                cache.block_table,
+                cache.kv_lengths,
+                scale=0.125,
+                workspace=workspace,
+                config=DecodeConfig(64, splits, 4, 3),
+                pdl=pdl,
+            )
+            parts = partial_linear(mixed.flatten(1), o, config=linear_config, pdl=pdl)
+            h, residual = add_rms_norm(parts, residual, gain, 1e-5, pdl=pdl)
+            gated = silu_and_mul(
+                skinny_linear(h, gate_up, workspace=sums, config=linear_config, pdl=pdl), pdl=pdl
+            )
+            x = skinny_linear(gated, down, workspace=sums, config=linear_config, pdl=pdl)
+        return x
+
+    expected = chain(False)
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    chain(True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        output = chain(True)
+    for _ in range(20):
+        output.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(output, expected)
+
+
 # ---------------------------------------------------------------------------------------------------- skinny linear
 
 
 @pytest.mark.parametrize("dtype", [F16] if INTERPRETED else [BF16, F16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tiles", [(128, 64, 20), (64, 128, 7), (64, 64, 264)])
+@pytest.mark.parametrize("tiles", [(128, 64, 1), (64, 128, 3), (64, 64, 8)])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(1, 128, 64), (5, 600, 264), (32, 1000, 1024), (64, 64, 4096)]
 )
 def test_skinny_linear(
     rows: int, outputs: int, inputs: int, tiles: tuple[int, int, int], bias: bool, dtype: torch.dtype
 ) -> None:
-    from backend.kernels.skinny_linear import LinearConfig, LinearWorkspace, skinny_linear
+    from backend.kernels.skinny_linear import LinearConfig, LinearWorkspace, partial_linear, skinny_linear
 
     x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
     weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
@@ -324,6 +414,9 @@ def test_skinny_linear(
     assert torch.equal(output, again)
     assert not workspace.counters.any()
     expected = x.double() @ weight.double().T
+    parts = partial_linear(x, weight, config=config)
+    assert parts.shape == (config.splits, rows, outputs)
+    assert relative_error(parts.double().sum(0), expected) < 1e-5
     if offset is not None:
         expected += offset.double()
     assert relative_error(output, expected) < TOLERANCE[dtype]
