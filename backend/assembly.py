@@ -288,6 +288,9 @@ def _single_row(
         prefill_starts=ints([int(decode), count]),
         block_table=ints(list(range(-(-end // block_size))))[None],
         sample_tokens=ints(list(range(count))),
+        temperature=torch.zeros(count, device=device),
+        seed=torch.zeros(count, dtype=torch.int64, device=device),
+        output_index=ints([0] * count),
         sampling=SamplingBatch.empty(),
     )
     shape = StepShape(num_decode=int(decode), has_prefill=not decode, query_lengths=[count], kv_lengths=[end])

@@ -1,6 +1,6 @@
 """CUDA graphs: a step's whole computation, captured once for each size and slot, replayed with one call.
 
-Carry-over, forward pass and greedy sampling are inside the graph. A graph's key is all that its launches depend on:
+Carry-over, forward pass and plain sampling are inside the graph. A graph's key is all that its launches depend on:
 the padded sizes and the slot, whose buffers it reads and writes. What else changes from step to step (lengths,
 block tables, positions) lies in those buffers. All graphs share one memory pool, since only one runs at a time.
 """
@@ -11,6 +11,7 @@ import logging
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from backend.runner import SamplingStage, StepForward, carry_over
 from backend.scheduler import StepPlan
 from backend.slots import Slot, StepInputs, StepLayout, StepShape
 from backend.streams import Streams
+
+if TYPE_CHECKING:
+    from backend.kernels.sample import SampleWorkspace
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class GraphRunner:
         self._mixed_sizes = token_buckets(max(max_num_batched_tokens, max_num_seqs))
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._slots: tuple[Slot, ...] = ()
+        self._workspace: SampleWorkspace | None = None
         self.pool_bytes = 0
         self.capture_s = 0.0
 
@@ -135,10 +140,28 @@ class GraphRunner:
         )
 
     def _compute(self, slot: Slot, other: Slot, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+        from backend.kernels.sample import sample
+
         tokens = carry_over(inputs.input_ids, inputs.carry_over, other.device_out[: self._max_rows])
         logits = self._forward(tokens, inputs, shape, self._cache)
-        slot.device_out[: logits.shape[0]].copy_(greedy(logits))
+        sample(
+            logits,
+            inputs.temperature,
+            inputs.seed,
+            inputs.output_index,
+            workspace=self._sample_workspace(logits),
+            output=slot.device_out[: logits.shape[0]],
+        )
         return logits
+
+    def _sample_workspace(self, logits: torch.Tensor) -> SampleWorkspace:
+        from backend.kernels.sample import SampleWorkspace
+
+        if (
+            self._workspace is None
+        ):  # the first call comes before any capture, so it is not in a graph's memory
+            self._workspace = SampleWorkspace(self._max_rows, logits.shape[1], logits.device)
+        return self._workspace
 
     @torch.inference_mode()
     def execute(self, slot: Slot, previous: Slot | None) -> None:
@@ -150,10 +173,5 @@ class GraphRunner:
         size = slot.inputs.input_ids.shape[0]
         step = self._captured[GraphKey(mixed, size, self._slots.index(slot))]
         step.graph.replay()
-        if slot.sampled and not slot.greedy:
+        if slot.sampled and not slot.plain:
             self._sampling.sample(slot, step.logits[: len(slot.sampled)])
-
-
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, or -1 where there is no finite maximum."""
-    return torch.where(logits.amax(dim=-1).isfinite(), logits.argmax(dim=-1), -1)

@@ -77,7 +77,10 @@ class StepInputs:
     prefill_starts: torch.Tensor  # [R + 1] first token of each row, decode rows having none
     block_table: torch.Tensor  # [R, W]
     sample_tokens: torch.Tensor  # [S] token whose logits are sampled
-    sampling: SamplingBatch
+    temperature: torch.Tensor  # float32 [S], what the sampling inside a graph needs
+    seed: torch.Tensor  # int64 [S]
+    output_index: torch.Tensor  # [S]
+    sampling: SamplingBatch  # of the rows without padding
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ class _Packer:
         self.used = 0
 
     def put_padded(self, values: NDArray[np.int32], size: int, padding: int) -> torch.Tensor:
-        """Append a vector of int32, padded to ``size``."""
+        """Append a vector of 4-byte numbers, padded to ``size``."""
         start, end = self.used, self.used + size
         filled = start + values.size
         self._host[start:filled] = values
@@ -224,6 +227,9 @@ class Slot:
             prefill_starts=np.maximum(query_starts, decode),
             sample_tokens=query_starts[1:][sample_rows] - 1,
             block_table=tables.reshape(-1),
+            temperature=rows.temperature[state_rows].view(np.int32),
+            seed=rows.seed[state_rows].view(np.int32),
+            output_index=indices,
             sampling=lambda: self._fill_sampling(pack, indices, state_rows, rows, extra),
         )
         self._words_in = pack.used
@@ -256,6 +262,9 @@ class Slot:
             "prefill_starts",
             "sample_tokens",
             "block_table",
+            "temperature",
+            "seed",
+            "output_index",
         )
         inputs = _pack_step(
             pack, layout, block_size, sampling=SamplingBatch.empty, **dict.fromkeys(names, empty)
@@ -308,11 +317,13 @@ class Slot:
     # ------------------------------------------------------------------------------------------------ the way out
 
     @property
-    def greedy(self) -> bool:
-        """Whether every row takes its likeliest token, untouched logits and no log-probabilities."""
+    def plain(self) -> bool:
+        """Whether temperature and seed are all that sampling needs: no filters, penalties, biases, bans, logprobs."""
         sampling = self.inputs.sampling if self.inputs else None
         return sampling is None or not (
-            sampling.any_random
+            sampling.any_top_k
+            or sampling.any_top_p
+            or sampling.any_min_p
             or sampling.any_penalty
             or sampling.any_bias
             or sampling.any_banned
@@ -390,11 +401,17 @@ def _pack_step(
     prefill_starts: NDArray[np.int32],
     sample_tokens: NDArray[np.int32],
     block_table: NDArray[np.int32],
+    temperature: NDArray[np.int32],
+    seed: NDArray[np.int32],
+    output_index: NDArray[np.int32],
     sampling: Callable[[], SamplingBatch],
 ) -> StepInputs:
     """The order of things in the buffer. Sampling comes last: it is the part whose size varies."""
     end = int(query_starts[-1]) if query_starts.size else 0
     return StepInputs(
+        seed=pack.put_padded(seed, 2 * layout.sampled, 0).view(torch.int64),  # first: on an even word
+        temperature=pack.put_padded(temperature, layout.sampled, 0).view(torch.float32),
+        output_index=pack.put_padded(output_index, layout.sampled, 0),
         input_ids=pack.put_padded(input_ids, layout.tokens, 0),
         positions=pack.put_padded(positions, layout.tokens, 0),
         carry_over=pack.put_padded(carry_over, layout.tokens, -1),
