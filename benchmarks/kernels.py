@@ -64,39 +64,44 @@ DECODE_SWEEP = [
 ]
 LINEAR_SWEEP = {
     "qkv": [
-        (64, 128, 4, 4, 2),
-        (64, 128, 4, 4, 3),
-        (128, 128, 8, 4, 2),
-        (64, 256, 4, 4, 2),
         (64, 128, 2, 4, 4),
+        (64, 128, 2, 4, 5),
+        (64, 64, 4, 4, 5),
+        (64, 64, 2, 4, 8),
+        (64, 128, 3, 4, 3),
+        (64, 128, 5, 4, 2),
+        (128, 64, 4, 4, 4),
     ],
     "o": [
-        (64, 128, 8, 4, 2),
-        (64, 128, 4, 4, 3),
         (64, 128, 4, 4, 4),
-        (64, 256, 4, 4, 2),
-        (128, 128, 8, 4, 2),
+        (64, 128, 4, 4, 3),
+        (64, 64, 4, 4, 8),
+        (64, 64, 8, 4, 4),
+        (64, 128, 2, 4, 6),
+        (64, 64, 6, 4, 5),
     ],
     "gate-up": [
         (64, 128, 1, 4, 2),
-        (64, 128, 1, 4, 3),
+        (64, 64, 1, 4, 3),
+        (64, 64, 1, 4, 4),
+        (128, 64, 1, 4, 4),
         (128, 128, 1, 4, 2),
-        (128, 64, 2, 4, 3),
-        (64, 256, 1, 4, 2),
+        (64, 128, 1, 8, 2),
     ],
     "down": [
-        (64, 128, 8, 4, 2),
         (64, 128, 4, 4, 4),
+        (64, 128, 4, 8, 4),
+        (64, 64, 4, 4, 8),
+        (64, 64, 8, 4, 4),
         (64, 256, 4, 4, 2),
-        (128, 128, 8, 4, 2),
-        (64, 128, 7, 4, 3),
+        (64, 64, 6, 4, 5),
     ],
     "head": [
         (64, 128, 1, 4, 2),
-        (64, 256, 1, 4, 2),
+        (64, 64, 1, 4, 4),
+        (64, 64, 1, 4, 3),
+        (64, 128, 1, 4, 3),
         (128, 128, 1, 4, 2),
-        (64, 128, 1, 4, 4),
-        (128, 128, 1, 4, 5),
     ],
 }
 PREFILL_SWEEP = [
@@ -233,16 +238,21 @@ def short(config: DecodeConfig) -> str:
 
 
 def bench_linear(report: Report, sweep: bool) -> dict[str, LinearConfig]:
-    """Times cuBLAS and ours; returns the best of ours by name."""
-    report("linear layers, 32 rows, µs: cuBLAS, then ours, plain and with dependent launch")
-    return {name: bench_one_linear(report, name, sweep) for name in LINEARS}
+    """Times cuBLAS and ours; returns the best of ours by name for 32 rows."""
+    report("linear layers, µs: cuBLAS, then ours, plain and with dependent launch")
+    best = {}
+    for rows, name in itertools.product((1, 16, 64, 32), LINEARS):
+        config = bench_one_linear(report, name, rows, sweep and rows >= 32)
+        if rows == 32:
+            best[name] = config
+    return best
 
 
-def bench_one_linear(report: Report, name: str, sweep: bool) -> LinearConfig:
+def bench_one_linear(report: Report, name: str, rows: int, sweep: bool) -> LinearConfig:
     outputs, inputs = LINEARS[name]
     workspace = LinearWorkspace(torch.device("cuda"))
     weights = [random(outputs, inputs) * 0.02 for _ in range(min(rotations(outputs * inputs * 2), 12))]
-    x, y = random(32, inputs), random(32, outputs)
+    x, y = random(rows, inputs), random(rows, outputs)
     rate = outputs * inputs * 2 / 1e6
     cublas = timed([functools.partial(torch.mm, x, w.T, out=y) for w in weights])
     expected = x.float() @ weights[0].float().T
@@ -259,9 +269,11 @@ def bench_one_linear(report: Report, name: str, sweep: bool) -> LinearConfig:
         except Exception as error:  # a configuration that does not fit is an answer too
             report(f"  FAILED {name} {shape}: {type(error).__name__} {str(error)[:200]}")
     best = sorted(times, key=lambda key: times[key])
-    report(f"  {name:8} cuBLAS {cublas:6.1f} ({rate / cublas:4.2f} TB/s)")
-    for key in best[:8]:
-        report(f"           {times[key]:6.1f} ({rate / times[key]:4.2f} TB/s) {key[0]} pdl={key[1]}")
+    line = f"  rows {rows:2} {name:8} cuBLAS {cublas:6.1f} ({rate / cublas:4.2f} TB/s)"
+    for shape, pdl in best[:5]:
+        micros = times[shape, pdl]
+        line += f" | {micros:.1f} ({rate / micros:4.2f}) {'-'.join(map(str, shape))}{' pdl' * pdl}"
+    report(line)
     return LinearConfig(*best[0][0])
 
 
@@ -334,7 +346,7 @@ def bench_chain(report: Report, cache: Cache, found: dict[str, LinearConfig]) ->
     report("chain of decoder layers, µs a layer (floor: weights and KV at 4.55 TB/s)")
     choices: list[tuple[str, ...]] = [()]
     if found:
-        choices += [("o",), ("o", "down"), ("qkv", "o", "down"), ("qkv", "o", "gate-up", "down")]
+        choices += [("o",), ("o", "down"), ("o", "gate-up", "down"), ("qkv", "o", "gate-up", "down")]
     for rows, context in ((32, 192), (32, 608), (32, 4096), (128, 608), (256, 608)):
         layers = Layers(cache, rows, context, 8, found)
         bench_layers(report, layers, choices if rows <= MAX_ROWS else choices[:1])
@@ -417,10 +429,26 @@ def small_kernels(cache: Cache, rows: int) -> dict[str, Callable[[int, bool], ob
             qkv[turn], positions, cos_sin, positions, cache.keys, cache.values, num_heads=HEADS, pdl=pdl
         )
 
-    def draw(temperature: Tensor, turn: int, pdl: bool) -> object:
+    def draw(
+        temperature: Tensor, turn: int, pdl: bool, filters: tuple[Tensor | None, ...] = (None, None, None)
+    ) -> object:
+        top_k, top_p, min_p = filters
         return sample(
-            logits[turn % 4], temperature, seed, positions, workspace=workspace, output=tokens, pdl=pdl
+            logits[turn % 4],
+            temperature,
+            seed,
+            positions,
+            workspace=workspace,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            output=tokens,
+            pdl=pdl,
         )
+
+    def filters(top_k: int, top_p: float, min_p: float) -> tuple[Tensor, ...]:
+        zeros = torch.zeros(rows, device="cuda")
+        return (zeros.int() + top_k, zeros + top_p, zeros + min_p)
 
     return {
         "add+norm": lambda turn, pdl: add_rms_norm(x[turn], x[turn - 1], gain, 1e-5, pdl=pdl),
@@ -428,6 +456,10 @@ def small_kernels(cache: Cache, rows: int) -> dict[str, Callable[[int, bool], ob
         "rope+cache": rope,
         "greedy": functools.partial(draw, cold),
         "temperature": functools.partial(draw, hot),
+        "filter-free": functools.partial(draw, hot, filters=filters(0, 1.0, 0.0)),
+        "top-p": functools.partial(draw, hot, filters=filters(0, 0.9, 0.0)),
+        "top-k, top-p": functools.partial(draw, hot, filters=filters(50, 0.9, 0.0)),
+        "min-p": functools.partial(draw, hot, filters=filters(0, 1.0, 0.05)),
         "torch.argmax": lambda turn, pdl: logits[turn % 4].argmax(dim=1),
     }
 

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Greedy and temperature sampling in two small kernels, with the very tokens that ``backend.sampling`` draws.
+"""Sampling in two or three small kernels, without a sort, with the very tokens that ``backend.sampling`` draws.
 
 The first kernel reads the logits once. Of each tile of the vocabulary it keeps the largest logit and, for random
-rows, the largest perturbed one, in float32. The second looks again only at the few tiles that can hold the winner,
-in float64 and in the same correctly rounded steps as ``backend.philox``.
+rows, the largest perturbed one, in float32. The last looks again only at the few tiles that can hold the winner,
+in float64 and in the same correctly rounded steps as ``backend.philox``. Between the two, rows with top-k or top-p
+find the value and the token id that bound what they keep (``backend.kernels.sample_filter``); others leave at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from backend.kernels.sample_filter import filter_kernel
 
 _TILE = 4096
 
@@ -27,10 +30,13 @@ class SampleWorkspace:
         self.peaks = torch.empty(shape, dtype=torch.float32, device=device)
         self.ids = torch.empty(shape, dtype=torch.int32, device=device)
         self.noisy = torch.empty(shape, dtype=torch.float32, device=device)
+        self.bounds = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self.bound_ids = torch.empty(max_rows, dtype=torch.int32, device=device)
 
     def bytes(self) -> int:
         """Device memory held."""
-        return self.peaks.nbytes + self.ids.nbytes + self.noisy.nbytes
+        kept = (self.peaks, self.ids, self.noisy, self.bounds, self.bound_ids)
+        return sum(tensor.nbytes for tensor in kept)
 
 
 @triton.jit
@@ -57,6 +63,36 @@ def _log(x):
     for i in tl.static_range(11):
         series = series * square + 1 / (21 - 2 * i)
     return (power * 1.90821492927058770002e-10 + 2 * ratio * series) + power * 6.93147180369123816490e-01
+
+
+@triton.jit
+def _exp(x):
+    """``backend.philox.exp``, step by step, on float64."""
+    x = tl.maximum(x, -700.0)
+    scaled = x * (1 / 0.693147180559945309417)
+    # Adding and subtracting 1.5 * 2**52 rounds to the nearest integer, ties to even.
+    power = (scaled + 6755399441055744.0) - 6755399441055744.0
+    rest = (x - power * 6.93147180369123816490e-01) - power * 1.90821492927058770002e-10
+    series = tl.full(rest.shape, 1 / 87178291200, tl.float64)  # 14!
+    inverse: tl.constexpr = (
+        1 / 6227020800,
+        1 / 479001600,
+        1 / 39916800,
+        1 / 3628800,
+        1 / 362880,
+        1 / 40320,
+        1 / 5040,
+        1 / 720,
+        1 / 120,
+        1 / 24,
+        1 / 6,
+        1 / 2,
+        1.0,
+        1.0,
+    )
+    for i in tl.static_range(14):
+        series = series * rest + inverse[i]
+    return series * ((power.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -109,10 +145,14 @@ def _choose_kernel(
     peaks,
     ids,
     noisy,
+    bounds,
+    bound_ids,
+    min_ps,
     output,
     logits_stride,
     vocab_size,
     tiles,
+    has_filters: tl.constexpr,
     tiles_pad: tl.constexpr,
     tile: tl.constexpr,
     pdl: tl.constexpr,
@@ -138,6 +178,14 @@ def _choose_kernel(
         # Many times what float32 loses in the logit's quotient and in the noise.
         bar -= 1e-3 + 2e-6 * (tl.abs(bar) + tl.abs(peak / temperature))
         open_tiles = mask & (noisy_of >= bar)
+        if has_filters:
+            bound = tl.load(bounds + row)
+            bound_id = tl.load(bound_ids + row)
+            min_p = tl.load(min_ps + row)
+            if (bound > float("-inf")) | (min_p > 0):
+                # The perturbed logits include tokens that are not kept: look at every tile with one that is.
+                likely = tl.exp((peak_of - peak) / temperature) >= min_p * 0.999
+                open_tiles = mask & (peak_of >= bound) & likely
         best = tl.full([], float("-inf"), tl.float64)
         token = tl.full([], 2147483647, tl.int32)
         for _ in range(tl.sum(open_tiles.to(tl.int32), axis=0)):
@@ -149,7 +197,12 @@ def _choose_kernel(
             shifted = (score.to(tl.float64) - peak.to(tl.float64)) / temperature.to(tl.float64)
             word = _token_words(seed, output_index, at * (tile // 4), tile)
             u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-            value = tl.where(inside, shifted - _log(-_log(1.0 - u)), float("-inf"))
+            kept = inside
+            if has_filters:
+                wide = score.to(tl.float32)
+                kept = inside & ((wide > bound) | ((wide == bound) & (candidate <= bound_id)))
+                kept = kept & (_exp(shifted) >= min_p.to(tl.float64))
+            value = tl.where(kept, shifted - _log(-_log(1.0 - u)), float("-inf"))
             highest = tl.max(value, axis=0)
             lowest_id = tl.min(tl.where(value == highest, candidate, 2147483647), axis=0)
             # Tiles come in ascending order: on a tie the lower id is there already.
@@ -165,6 +218,9 @@ def sample(
     output_index: Tensor,
     *,
     workspace: SampleWorkspace,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
     output: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -178,6 +234,9 @@ def sample(
         seed: i64[S].
         output_index: i32[S].
         workspace: for at least S rows of V tokens.
+        top_k: i32[S], 0 keeps all; with ``top_p`` and ``min_p``, or all three None: no row filters.
+        top_p: f32[S], 1 keeps all.
+        min_p: f32[S], 0 keeps all.
         output: i32[S] or i64[S], or None: a new i32 tensor.
         pdl: programmatic dependent launch.
 
@@ -199,17 +258,45 @@ def sample(
         output = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:
         return output
+    filters = (top_k, top_p, min_p)
+    has_filters = top_k is not None
+    if any((each is not None) != has_filters or (each is not None and len(each) != rows) for each in filters):
+        raise ValueError("give top_k, top_p and min_p for every row, or none of them")
     tiles = triton.cdiv(vocab_size, _TILE)
     shared = (logits, temperature, seed, output_index, workspace.peaks, workspace.ids, workspace.noisy)
     _scan_kernel[(tiles, rows)](
         *shared, logits.stride(0), vocab_size, tiles, tile=_TILE, pdl=pdl, num_warps=8, launch_pdl=pdl
     )
+    if has_filters:
+        filter_kernel[(rows,)](
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            workspace.peaks,
+            workspace.bounds,
+            workspace.bound_ids,
+            logits.stride(0),
+            vocab_size,
+            tiles,
+            tiles_pad=triton.next_power_of_2(tiles),
+            tile=_TILE,
+            # The low bits that are zero in every logit of a narrow type need no search.
+            low_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0),
+            pdl=pdl,
+            num_warps=16,
+            launch_pdl=pdl,
+        )
     _choose_kernel[(rows,)](
         *shared,
+        workspace.bounds,
+        workspace.bound_ids,
+        min_p,
         output,
         logits.stride(0),
         vocab_size,
         tiles,
+        has_filters=has_filters,
         tiles_pad=triton.next_power_of_2(tiles),
         tile=_TILE,
         pdl=pdl,

@@ -425,19 +425,28 @@ def test_skinny_linear(
 # ----------------------------------------------------------------------------------------------------------- sample
 
 
-def _sample_both(logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, index: torch.Tensor):  # type: ignore[no-untyped-def]
+def _sample_both(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    index: torch.Tensor,
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of the kernels and of the reference sampler; ``filters`` are top-k, top-p and min-p."""
     from backend.kernels.sample import SampleWorkspace, sample
     from backend.sampling import Sampler, SamplingBatch
 
     rows, vocab = logits.shape
     workspace = SampleWorkspace(rows, vocab, logits.device)
-    ours = sample(logits, temperature, seed, index, workspace=workspace)
     none = torch.zeros(rows, device=DEVICE)
+    top_k, top_p, min_p = filters or (none.int(), none + 1, none)
+    given = {} if filters is None else {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    ours = sample(logits, temperature, seed, index, workspace=workspace, **given)
     batch = SamplingBatch(
         temperature=temperature,
-        top_k=none.int(),
-        top_p=none + 1,
-        min_p=none,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
         seed=seed,
         output_index=index,
         repetition_penalty=none + 1,
@@ -448,8 +457,48 @@ def _sample_both(logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Te
         bias_values=torch.empty(rows, 0, device=DEVICE),
         banned_ids=torch.empty(rows, 0, dtype=torch.int32, device=DEVICE),
         any_random=True,
+        any_top_k=True,
+        any_top_p=True,
+        any_min_p=True,
     )
     return ours.long(), Sampler(vocab, logits.device).sample(logits, batch).token_ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["k", "p", "min", "all"])
+@pytest.mark.parametrize("vocab", [50, 5003] if INTERPRETED else [50, 32003, 128256])
+def test_sample_keeps_what_the_reference_sampler_keeps(vocab: int, kind: str, dtype: torch.dtype) -> None:
+    rows = 12 if INTERPRETED else 64
+    # Rounded to steps, so that many tokens share the value at the border.
+    logits = ((torch.randn(rows, vocab, device=DEVICE) * 2 * 16).round() / 16).to(dtype)
+    temperature = torch.rand(rows, device=DEVICE) + 0.3
+    temperature[5] = 0
+    seed = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+    index = torch.randint(0, 2**31 - 1, (rows,), device=DEVICE).int()
+    top_k = torch.randint(1, 60, (rows,), device=DEVICE).int()
+    top_p = torch.rand(rows, device=DEVICE) * 0.99
+    min_p = torch.rand(rows, device=DEVICE) * 0.3
+    if kind != "all":
+        top_k = top_k if kind == "k" else top_k * 0
+        top_p = top_p if kind == "p" else top_p * 0 + 1
+        min_p = min_p if kind == "min" else min_p * 0
+    top_k[3], top_p[3], min_p[3] = 0, 1.0, 0.0  # one row without filters
+    ours, expected = _sample_both(logits, temperature, seed, index, (top_k, top_p, min_p))
+    assert torch.equal(ours, expected)
+
+
+def test_sample_cuts_ties_at_the_border_by_token_id() -> None:
+    vocab, rows = 9000, 16
+    logits = torch.zeros(rows, vocab, device=DEVICE)
+    logits[:, 8000] = 0.5
+    logits[:, 1] = -0.0
+    top_k = torch.full((rows,), 4, device=DEVICE).int()  # 8000, 0, 1, 2
+    one, none = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
+    seed = torch.arange(rows, device=DEVICE)
+    ours, expected = _sample_both(logits, one, seed, seed.int(), (top_k, one, none))
+    assert set(ours.tolist()) <= {8000, 0, 1, 2}
+    assert len(set(ours.tolist())) > 1
+    assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
