@@ -10,7 +10,7 @@ logits at load, like everything else that the engine runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.nn.functional import embedding, linear
 from backend.attention.interface import AttentionKernel, AttentionParams
 from backend.kv_cache import KVCache
 from backend.slots import StepInputs, StepShape
+
+if TYPE_CHECKING:
+    from backend.kernels.skinny_linear import LinearWorkspace
 
 
 class UnfitModelError(Exception):
@@ -99,6 +102,9 @@ class FusedDecoder:
         self._eps = float(config.rms_norm_eps)
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._kernel = kernel
+        # Programmatic dependent launch: a kernel's blocks come up while the one before it ends.
+        self._pdl = torch.cuda.get_device_capability(self._embedding.device) >= (9, 0)
+        self._sums: LinearWorkspace | None = None
         self._rope = rope_table(base.rotary_emb, max_model_len, self._embedding.device)
         self.layers = [
             fuse_layer(layer, pattern, params) for layer, params in zip(base.layers, attention, strict=True)
@@ -114,11 +120,12 @@ class FusedDecoder:
         from backend.kernels.rope_cache import rope_and_cache
 
         activate = silu_and_mul if self._activation == "silu" else gelu_tanh_and_mul
+        pdl = self._pdl
         hidden = embedding(tokens, self._embedding)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            normed, residual = add_rms_norm(hidden, residual, layer.input_norm, self._eps)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            normed, residual = add_rms_norm(hidden, residual, layer.input_norm, self._eps, pdl=pdl)
+            qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
             query = rope_and_cache(
                 qkv,
                 inputs.positions,
@@ -130,16 +137,40 @@ class FusedDecoder:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=self._eps,
+                pdl=pdl,
             )
             mixed = self._kernel.attend(query, index, cache, inputs, shape, layer.attention)
-            hidden = linear(mixed.flatten(1), layer.output, layer.output_bias)
-            normed, residual = add_rms_norm(hidden, residual, layer.post_norm, self._eps)
-            hidden = linear(activate(linear(normed, layer.gate_up)), layer.down)
-        hidden = hidden.index_select(0, inputs.sample_tokens)
+            hidden = self._linear(mixed.flatten(1), layer.output, layer.output_bias, parts=True)
+            normed, residual = add_rms_norm(hidden, residual, layer.post_norm, self._eps, pdl=pdl)
+            gated = activate(self._linear(normed, layer.gate_up), pdl=pdl)
+            hidden = self._linear(gated, layer.down, parts=True)
+        hidden = hidden.index_select(-2, inputs.sample_tokens)
         if residual is not None:
             residual = residual.index_select(0, inputs.sample_tokens)
-        normed, _ = add_rms_norm(hidden, residual, self._final_norm, self._eps)
-        return linear(normed, self._head)
+        normed, _ = add_rms_norm(hidden, residual, self._final_norm, self._eps, pdl=pdl)
+        return self._linear(normed, self._head)
+
+    def _linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, parts: bool = False
+    ) -> torch.Tensor:
+        """``x Wᵀ + b`` by whichever measured faster; with ``parts`` perhaps in parts that the next norm adds up."""
+        from backend.kernels.skinny_linear import (
+            LinearWorkspace,
+            linear_config,
+            partial_linear,
+            skinny_linear,
+        )
+
+        config = None
+        if bias is None and weight.dtype == torch.bfloat16:
+            config = linear_config(x.shape[0], weight.shape[0], weight.shape[1], weight.device)
+        if config is None:
+            return linear(x, weight, bias)
+        if parts and config.splits > 1:
+            return partial_linear(x, weight, config=config, pdl=self._pdl)
+        if self._sums is None:
+            self._sums = LinearWorkspace(weight.device)
+        return skinny_linear(x, weight, workspace=self._sums, config=config, pdl=self._pdl)
 
 
 def find_pattern(layers: nn.ModuleList, config: Any) -> Pattern:

@@ -149,6 +149,9 @@ class GraphRunner:
             inputs.temperature,
             inputs.seed,
             inputs.output_index,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            min_p=inputs.min_p,
             workspace=self._sample_workspace(logits),
             output=slot.device_out[: logits.shape[0]],
         )

@@ -21,6 +21,7 @@ from backend.sequence import Sequence
 from backend.streams import Mark, Streams
 
 POISON = -0x35014542  # an int32 that is no token id, no block and no sensible float
+_ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,10 @@ class StepInputs:
     prefill_starts: torch.Tensor  # [R + 1] first token of each row, decode rows having none
     block_table: torch.Tensor  # [R, W]
     sample_tokens: torch.Tensor  # [S] token whose logits are sampled
-    temperature: torch.Tensor  # float32 [S], what the sampling inside a graph needs
+    temperature: torch.Tensor  # float32 [S]; from here to output_index: for the sampling inside a graph
+    top_k: torch.Tensor  # [S]
+    top_p: torch.Tensor  # float32 [S]
+    min_p: torch.Tensor  # float32 [S]
     seed: torch.Tensor  # int64 [S]
     output_index: torch.Tensor  # [S]
     sampling: SamplingBatch  # of the rows without padding
@@ -228,6 +232,9 @@ class Slot:
             sample_tokens=query_starts[1:][sample_rows] - 1,
             block_table=tables.reshape(-1),
             temperature=rows.temperature[state_rows].view(np.int32),
+            top_k=rows.top_k[state_rows],
+            top_p=rows.top_p[state_rows].view(np.int32),
+            min_p=rows.min_p[state_rows].view(np.int32),
             seed=rows.seed[state_rows].view(np.int32),
             output_index=indices,
             sampling=lambda: self._fill_sampling(pack, indices, state_rows, rows, extra),
@@ -263,6 +270,9 @@ class Slot:
             "sample_tokens",
             "block_table",
             "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
             "seed",
             "output_index",
         )
@@ -318,16 +328,10 @@ class Slot:
 
     @property
     def plain(self) -> bool:
-        """Whether temperature and seed are all that sampling needs: no filters, penalties, biases, bans, logprobs."""
+        """Whether sampling needs no more than a graph does: no penalties, biases, bans or log-probabilities."""
         sampling = self.inputs.sampling if self.inputs else None
         return sampling is None or not (
-            sampling.any_top_k
-            or sampling.any_top_p
-            or sampling.any_min_p
-            or sampling.any_penalty
-            or sampling.any_bias
-            or sampling.any_banned
-            or sampling.num_logprobs >= 0
+            sampling.any_penalty or sampling.any_bias or sampling.any_banned or sampling.num_logprobs >= 0
         )
 
     @property
@@ -402,6 +406,9 @@ def _pack_step(
     sample_tokens: NDArray[np.int32],
     block_table: NDArray[np.int32],
     temperature: NDArray[np.int32],
+    top_k: NDArray[np.int32],
+    top_p: NDArray[np.int32],
+    min_p: NDArray[np.int32],
     seed: NDArray[np.int32],
     output_index: NDArray[np.int32],
     sampling: Callable[[], SamplingBatch],
@@ -411,6 +418,9 @@ def _pack_step(
     return StepInputs(
         seed=pack.put_padded(seed, 2 * layout.sampled, 0).view(torch.int64),  # first: on an even word
         temperature=pack.put_padded(temperature, layout.sampled, 0).view(torch.float32),
+        top_k=pack.put_padded(top_k, layout.sampled, 0),
+        top_p=pack.put_padded(top_p, layout.sampled, _ONE).view(torch.float32),
+        min_p=pack.put_padded(min_p, layout.sampled, 0).view(torch.float32),
         output_index=pack.put_padded(output_index, layout.sampled, 0),
         input_ids=pack.put_padded(input_ids, layout.tokens, 0),
         positions=pack.put_padded(positions, layout.tokens, 0),
