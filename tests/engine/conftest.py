@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer
 
 from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
 from backend.assembly import probe_layers
@@ -23,6 +22,7 @@ from backend.kv_cache import LayerShape
 from backend.loading import LoadedModel, load_model
 from backend.runner import Runner
 from backend.slots import Slot
+from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer
 
 NEW_TOKENS = 14
 

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import MakeEngine, RunningEngine, TinyModel
 from pydantic import BaseModel, ValidationError
-from tiny_models import CONTEXT, VOCAB
 
 from backend.api import (
     GenerationRequest,
@@ -19,6 +17,8 @@ from backend.api import (
     SamplingParams,
     request_error_from,
 )
+from tests.engine.conftest import MakeEngine, RunningEngine, TinyModel
+from tests.engine.tiny_models import CONTEXT, VOCAB
 
 # kwargs, kind of error, field, part of the message, part of the fix
 BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,8 @@ from backend.api import (
     RequestError,
     SamplingParams,
 )
+from tests.engine.backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
+from tests.engine.backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
 
 WAIT_S = 60.0
 LONG = 4000  # tokens: seconds of work for each backend

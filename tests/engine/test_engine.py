@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeEngine, TinyModel
-from tiny_models import CONTEXT, EOS, save_tiny_model
 
 from backend.api import FinishReason, RequestError
+from tests.engine.conftest import MakeEngine, TinyModel
+from tests.engine.tiny_models import CONTEXT, EOS, save_tiny_model
 
 
 def decode(model: TinyModel, ids: list[int]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from conftest import NEW_TOKENS, TinyModel
-from engine_driver import Driver, model_driver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +13,8 @@ from backend.assembly import native_logits, verify_paged
 from backend.attention.sdpa import SdpaKernel
 from backend.runner import ModuleForward
 from backend.sequence import Sequence
+from tests.engine.conftest import NEW_TOKENS, TinyModel
+from tests.engine.engine_driver import Driver, model_driver
 
 PROMPTS = 17
 _SETTINGS = settings(

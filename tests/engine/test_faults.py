@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import TinyModel
-from engine_driver import model_driver
 
 from backend.api import RequestError
+from tests.engine.conftest import TinyModel
+from tests.engine.engine_driver import model_driver
 
 POISONED = 77  # a token whose embedding is NaN
 

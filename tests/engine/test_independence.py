@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyModel
-from engine_driver import Driver, model_driver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB
 
 from backend.sequence import Sequence
+from tests.engine.conftest import TinyModel
+from tests.engine.engine_driver import Driver, model_driver
+from tests.engine.tiny_models import VOCAB
 
 EOS = frozenset({5, 9, 60, 61, 62, 63, 64, 65, 66})  # often enough that min_tokens matters
 _SETTINGS = settings(

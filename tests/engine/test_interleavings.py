@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_driver import Driver
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tagged_runner import BROKEN, LazySlot, LazyStreams, TaggedRunner, expected_output
 
 from backend.api import FinishReason, RequestError
 from backend.scheduler import StepPlan
 from backend.sequence import Sequence, Status
 from backend.slots import StepLayout
+from tests.engine.engine_driver import Driver
+from tests.engine.tagged_runner import BROKEN, LazySlot, LazyStreams, TaggedRunner, expected_output
 
 CONTEXT = 40
 tokens = st.integers(0, BROKEN - 1)
@@ -273,3 +274,27 @@ def test_a_preempted_sequence_keeps_the_token_in_flight() -> None:
     assert kept
     for sequence in driver.sequences:
         check_outcome(sequence, driver)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_deadline_is_kept_to_the_step(mode: str) -> None:
+    """It is looked at when a step is planned; a running sequence keeps what has retired by then."""
+    driver = make_driver(None, num_blocks=20, block_size=4, max_num_seqs=1, mode=mode)
+    running = driver.submit([1, 2, 3], max_tokens=30, seed=3, deadline_s=5)
+    waiting = driver.submit([1, 2], max_tokens=30, seed=2, deadline_s=5)
+    for _ in range(5):  # a second passes after each step
+        driver.step()
+        assert (running.status, waiting.status) == (Status.RUNNING, Status.WAITING)
+    driver.step()
+    assert running.finish_reason is waiting.finish_reason is FinishReason.DEADLINE
+    assert len(running.output_ids) == (4 if mode == "async" else 5)
+    assert waiting.output_ids == []
+    driver.run()
+
+
+def test_deadlines_that_are_never_reached_do_not_pile_up() -> None:
+    driver = make_driver(None, num_blocks=20, block_size=4, max_num_seqs=2)
+    for _ in range(300):
+        driver.submit([1], max_tokens=1, seed=1, deadline_s=10_000)
+        driver.run()
+    assert len(driver.core._deadlines) < 100

@@ -8,8 +8,6 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
-from conftest import MakeEngine, RunningEngine, TinyModel
-from engine_driver import ManualClock
 
 from backend.api import (
     EngineDeadError,
@@ -21,6 +19,8 @@ from backend.api import (
 )
 from backend.config import EngineConfig
 from backend.engine import AsyncEngine
+from tests.engine.conftest import MakeEngine, RunningEngine, TinyModel
+from tests.engine.engine_driver import ManualClock
 
 LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 

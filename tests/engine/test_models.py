@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyModel
-from tiny_models import VOCAB, save_tiny_model
 
 from backend import loading
 from backend.api import ConfigurationError, UnsupportedModelError
@@ -19,6 +17,8 @@ from backend.config import EngineConfig
 from backend.loading import LoadedModel, load_model
 from backend.model_source import resolve_model
 from backend.runner import ModuleForward
+from tests.engine.conftest import TinyModel
+from tests.engine.tiny_models import VOCAB, save_tiny_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,

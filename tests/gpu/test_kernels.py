@@ -11,8 +11,9 @@ import zlib
 
 import pytest
 import torch
-from kernel_references import attend, gather_rows, relative_error, rms_norm, rotate
-from paged_rows import make_rows
+
+from tests.gpu.kernel_references import attend, gather_rows, relative_error, rms_norm, rotate
+from tests.gpu.paged_rows import make_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
