@@ -28,7 +28,6 @@ from backend.api import (
     SamplingParams,
 )
 from tests.engine.backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
-from tests.engine.backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
 
 WAIT_S = 60.0
 LONG = 4000  # tokens: seconds of work for each backend
