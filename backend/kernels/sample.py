@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Sampling in two or three small kernels, without a sort, with the very tokens that ``backend.sampling`` draws.
+"""Sampling in two small kernels, or four with filters, without a sort: the very tokens ``backend.sampling`` draws.
 
 The first kernel reads the logits once. Of each tile of the vocabulary it keeps the largest logit and, for random
 rows, the largest perturbed one, in float32. The last looks again only at the few tiles that can hold the winner,
 in float64 and in the same correctly rounded steps as ``backend.philox``. Between the two, rows with top-k or top-p
-find the value and the token id that bound what they keep (``backend.kernels.sample_filter``); others leave at once.
+find the value and the token id that bound what they keep (``backend.kernels.sample_filter``), and rows with any
+filter look for the perturbed logits of what is kept; other rows leave at once.
 """
 
 from __future__ import annotations
@@ -96,6 +97,14 @@ def _exp(x):
 
 
 @triton.jit
+def _exponential(word):
+    """-log(1 - u) in float32, from whichever of u and 1 - u is small, so that no accuracy is lost."""
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return tl.where(u < 0.00390625, u * (1.0 + u * (0.5 + u * 0.33333333)), -tl.log(rest))
+
+
+@triton.jit
 def _scan_kernel(
     logits,
     temperatures,
@@ -128,12 +137,71 @@ def _scan_kernel(
     temperature = tl.load(temperatures + row)
     if temperature > 0:
         word = _token_words(tl.load(seeds + row), tl.load(output_indices + row), part * (tile // 4), tile)
-        # -log(1 - u), from whichever of u and 1 - u is small, so that float32 keeps its relative accuracy.
-        u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-        rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-        noise = tl.where(u < 0.00390625, u * (1.0 + u * (0.5 + u * 0.33333333)), -tl.log(rest))
+        noise = _exponential(word)
         perturbed = tl.where(inside, score / temperature - tl.log(noise), float("-inf"))
         tl.store(noisy + place, tl.max(perturbed, axis=0))
+
+
+@triton.jit
+def _kept(score, candidate, peak, temperature, bound, bound_id, min_p):
+    """Which tokens of a tile a row's filters keep; ``peak`` and ``temperature`` in float64."""
+    wide = score.to(tl.float32)
+    inside = (wide > bound) | ((wide == bound) & (candidate <= bound_id))
+    return inside & (_exp((score.to(tl.float64) - peak) / temperature) >= min_p.to(tl.float64))
+
+
+@triton.jit
+def _rescan_kernel(
+    logits,
+    temperatures,
+    seeds,
+    output_indices,
+    peaks,
+    ids,
+    noisy,
+    bounds,
+    bound_ids,
+    min_ps,
+    logits_stride,
+    vocab_size,
+    tiles,
+    tiles_pad: tl.constexpr,
+    tile: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """For rows with filters: the largest perturbed logit of each tile once more, among the tokens that are kept."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    bound = tl.load(bounds + row)
+    min_p = tl.load(min_ps + row)
+    temperature = tl.load(temperatures + row)
+    if (temperature > 0) & ((bound > float("-inf")) | (min_p > 0)):
+        every = tl.arange(0, tiles_pad)
+        peak_of = tl.load(peaks + row * tiles + every, mask=every < tiles, other=float("-inf"))
+        peak = tl.max(peak_of, axis=0)
+        highest = tl.full([], float("-inf"), tl.float32)
+        if tl.load(peaks + row * tiles + part) >= bound:
+            token = part * tile + tl.arange(0, tile)
+            inside = token < vocab_size
+            score = tl.load(
+                logits + row.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf")
+            )
+            kept = inside & _kept(
+                score,
+                token,
+                peak.to(tl.float64),
+                temperature.to(tl.float64),
+                bound,
+                tl.load(bound_ids + row),
+                min_p,
+            )
+            word = _token_words(tl.load(seeds + row), tl.load(output_indices + row), part * (tile // 4), tile)
+            perturbed = score.to(tl.float32) / temperature - tl.log(_exponential(word))
+            highest = tl.max(tl.where(kept, perturbed, float("-inf")), axis=0)
+        tl.store(noisy + row * tiles + part, highest)
 
 
 @triton.jit
@@ -182,10 +250,6 @@ def _choose_kernel(
             bound = tl.load(bounds + row)
             bound_id = tl.load(bound_ids + row)
             min_p = tl.load(min_ps + row)
-            if (bound > float("-inf")) | (min_p > 0):
-                # The perturbed logits include tokens that are not kept: look at every tile with one that is.
-                likely = tl.exp((peak_of - peak) / temperature) >= min_p * 0.999
-                open_tiles = mask & (peak_of >= bound) & likely
         best = tl.full([], float("-inf"), tl.float64)
         token = tl.full([], 2147483647, tl.int32)
         for _ in range(tl.sum(open_tiles.to(tl.int32), axis=0)):
@@ -199,9 +263,9 @@ def _choose_kernel(
             u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
             kept = inside
             if has_filters:
-                wide = score.to(tl.float32)
-                kept = inside & ((wide > bound) | ((wide == bound) & (candidate <= bound_id)))
-                kept = kept & (_exp(shifted) >= min_p.to(tl.float64))
+                kept = inside & _kept(
+                    score, candidate, peak.to(tl.float64), temperature.to(tl.float64), bound, bound_id, min_p
+                )
             value = tl.where(kept, shifted - _log(-_log(1.0 - u)), float("-inf"))
             highest = tl.max(value, axis=0)
             lowest_id = tl.min(tl.where(value == highest, candidate, 2147483647), axis=0)
@@ -280,12 +344,27 @@ def sample(
             vocab_size,
             tiles,
             tiles_pad=triton.next_power_of_2(tiles),
-            tile=_TILE,
+            tile=2 * _TILE,
             # The low bits that are zero in every logit of a narrow type need no search.
             low_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0),
             pdl=pdl,
             num_warps=16,
             launch_pdl=pdl,
+        )
+        _rescan_kernel[(tiles, rows)](
+            *shared,
+            workspace.bounds,
+            workspace.bound_ids,
+            min_p,
+            logits.stride(0),
+            vocab_size,
+            tiles,
+            tiles_pad=triton.next_power_of_2(tiles),
+            tile=_TILE,
+            pdl=pdl,
+            num_warps=8,
+            launch_pdl=pdl,
+            enable_fp_fusion=False,
         )
     _choose_kernel[(rows,)](
         *shared,

@@ -28,27 +28,49 @@ def _value(key, low_bits: tl.constexpr):
 
 
 @triton.jit
-def _count(row, least, vocab_size, tile: tl.constexpr, low_bits: tl.constexpr):
-    """How many tokens of a row have at least the key ``least``."""
-    total = tl.zeros([tile], tl.int32)
-    for at in tl.range(0, vocab_size, tile):
-        token = at + tl.arange(0, tile)
-        inside = token < vocab_size
-        key = _key(tl.load(row + token, mask=inside, other=0.0).to(tl.float32), low_bits)
-        total += (inside & (key >= least)).to(tl.int32)
-    return tl.sum(total, axis=0)
+def _place(key):
+    """An int64 key as int32; nothing reaches the largest one."""
+    return tl.minimum(key, 2147483647).to(tl.int32)
 
 
 @triton.jit
-def _mass(row, least, peak, temperature, vocab_size, tile: tl.constexpr, low_bits: tl.constexpr):
-    """Sum of exp((logit - peak) / temperature) over the tokens of a row with at least the key ``least``."""
-    total = tl.zeros([tile], tl.float64)
-    for at in tl.range(0, vocab_size, tile):
+def _counts(row, least, step, vocab_size, tile: tl.constexpr, low_bits: tl.constexpr):
+    """How many tokens of a row have at least the keys ``least``, ``least + step`` and ``least + 2 * step``."""
+    low, middle, high = _place(least), _place(least + step), _place(least + 2 * step)
+    first = tl.zeros([tile], tl.int32)
+    second = tl.zeros([tile], tl.int32)
+    third = tl.zeros([tile], tl.int32)
+    for at in tl.range(0, vocab_size, tile, num_stages=4):
+        token = at + tl.arange(0, tile)
+        score = tl.load(row + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        # What lies beyond the vocabulary ranks below everything.
+        key = tl.where(token < vocab_size, _key(score, low_bits), -2147483648)
+        first += (key >= low).to(tl.int32)
+        second += (key >= middle).to(tl.int32)
+        third += (key >= high).to(tl.int32)
+    return tl.sum(first, axis=0), tl.sum(second, axis=0), tl.sum(third, axis=0)
+
+
+@triton.jit
+def _masses(row, least, step, peak, temperature, vocab_size, tile: tl.constexpr, low_bits: tl.constexpr):
+    """Sums of exp((logit - peak) / temperature) over the same three sets of tokens as ``_counts``."""
+    low, middle, high = _place(least), _place(least + step), _place(least + 2 * step)
+    first = tl.zeros([tile], tl.float32)
+    second = tl.zeros([tile], tl.float32)
+    third = tl.zeros([tile], tl.float32)
+    for at in tl.range(0, vocab_size, tile, num_stages=4):
         token = at + tl.arange(0, tile)
         score = tl.load(row + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
         weight = tl.exp((score - peak) / temperature)
-        total += tl.where(_key(score, low_bits) >= least, weight, 0.0).to(tl.float64)
-    return tl.sum(total, axis=0)
+        key = _key(score, low_bits)
+        first += tl.where(key >= low, weight, 0.0)
+        second += tl.where(key >= middle, weight, 0.0)
+        third += tl.where(key >= high, weight, 0.0)
+    return (
+        tl.sum(first.to(tl.float64), axis=0),
+        tl.sum(second.to(tl.float64), axis=0),
+        tl.sum(third.to(tl.float64), axis=0),
+    )
 
 
 @triton.jit
@@ -107,16 +129,19 @@ def filter_kernel(
         allowed = tl.full([], 2147483647, tl.int32)  # tokens kept among those of the bound's own value
         if limited:
             bound = _search_count(row, top_k, lowest, highest, vocab_size, tile, low_bits)
-            allowed = top_k - _count(row, bound + 1, vocab_size, tile, low_bits)
+            above_bound, _, _ = _counts(row, bound.to(tl.int64) + 1, 0, vocab_size, tile, low_bits)
+            allowed = top_k - above_bound
         if top_p < 1:
-            least = tl.where(limited, bound + 1, bound)
-            mass = _mass(row, least, peak, temperature, vocab_size, tile, low_bits)
+            least = tl.where(limited, bound + 1, bound).to(tl.int64)
+            mass, _, _ = _masses(row, least, 0, peak, temperature, vocab_size, tile, low_bits)
             if limited:
                 weight = tl.exp((_value(bound, low_bits) - peak) / temperature).to(tl.float64)
                 mass += weight * allowed.to(tl.float64)
-            goal = top_p.to(tl.float64) * mass
+            goal = tl.maximum(top_p.to(tl.float64) * mass, 1e-300)  # at least the likeliest token
             nucleus = _search_mass(row, goal, bound, highest, peak, temperature, vocab_size, tile, low_bits)
-            above = _mass(row, nucleus + 1, peak, temperature, vocab_size, tile, low_bits)
+            above, _, _ = _masses(
+                row, nucleus.to(tl.int64) + 1, 0, peak, temperature, vocab_size, tile, low_bits
+            )
             weight = tl.exp((_value(nucleus, low_bits) - peak) / temperature).to(tl.float64)
             wanted = tl.where(weight > 0, tl.ceil((goal - above) / weight), 1.0)
             wanted = tl.minimum(tl.maximum(wanted, 1.0), 2147483647.0).to(tl.int32)
@@ -132,10 +157,9 @@ def _search_count(row, wanted, low, high, vocab_size, tile: tl.constexpr, low_bi
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     while low < high:
-        middle = (low + high + 1) >> 1
-        enough = _count(row, middle, vocab_size, tile, low_bits) >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
+        step = _step(low, high)
+        first, second, third = _counts(row, low + step, step, vocab_size, tile, low_bits)
+        low, high = _narrow(low, high, step, first >= wanted, second >= wanted, third >= wanted)
     return low.to(tl.int32)
 
 
@@ -147,8 +171,23 @@ def _search_mass(
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     while low < high:
-        middle = (low + high + 1) >> 1
-        enough = _mass(row, middle, peak, temperature, vocab_size, tile, low_bits) >= goal
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
+        step = _step(low, high)
+        first, second, third = _masses(row, low + step, step, peak, temperature, vocab_size, tile, low_bits)
+        low, high = _narrow(low, high, step, first >= goal, second >= goal, third >= goal)
     return low.to(tl.int32)
+
+
+@triton.jit
+def _step(low, high):
+    """A quarter of the keys from ``low`` to ``high``, at least one: every pass tries three places between them."""
+    return tl.maximum((high - low + 1) // 4, 1)
+
+
+@triton.jit
+def _narrow(low, high, step, first, second, third):
+    """The range that is left when the largest good key is known to reach, or not, ``low`` + 1, 2 and 3 steps."""
+    good = first.to(tl.int64) + second.to(tl.int64) + third.to(tl.int64)  # one after the other, never a gap
+    least = low + good * step
+    most = tl.where(good < 3, least + step - 1, high)
+    # With a step of one, the third place may lie beyond ``high``, where nothing is good.
+    return least, tl.maximum(tl.minimum(most, high), least)

@@ -34,18 +34,24 @@ class LinearConfig:
     stages: int
 
 
-# Where these kernels beat cuBLAS on a Hopper GPU, by (outputs, inputs) of the weight; measured with 32 rows.
-_WIDE = LinearConfig(64, 128, 1, 4, 2)
-_DEEP = LinearConfig(64, 128, 4, 4, 4)
-_FASTER = {(28672, 4096): _WIDE, (128256, 4096): _WIDE, (4096, 4096): _DEEP, (4096, 14336): _DEEP}
-_FASTER_ROWS = 32
+# Where these kernels beat cuBLAS on a Hopper GPU: (rows, padded to a power of two; outputs; inputs) of the product.
+_FASTER = {
+    (16, 4096, 4096): LinearConfig(64, 128, 4, 4, 4),
+    (16, 4096, 14336): LinearConfig(64, 128, 4, 4, 4),
+    (32, 4096, 4096): LinearConfig(64, 128, 2, 4, 6),
+    (32, 4096, 14336): LinearConfig(64, 128, 4, 4, 4),
+    (32, 28672, 4096): LinearConfig(64, 128, 1, 4, 2),
+    (32, 128256, 4096): LinearConfig(64, 128, 1, 4, 2),
+    (64, 28672, 4096): LinearConfig(64, 64, 1, 4, 3),
+    (64, 128256, 4096): LinearConfig(128, 128, 1, 4, 2),
+}
 
 
 def linear_config(rows: int, outputs: int, inputs: int, device: torch.device) -> LinearConfig | None:
     """The launch constants for ``rows`` rows by a weight [outputs, inputs], or None: cuBLAS is as fast."""
-    if rows > _FASTER_ROWS or torch.cuda.get_device_capability(device) != (9, 0):
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    return _FASTER.get((outputs, inputs))
+    return _FASTER.get((_rows_pad(rows), outputs, inputs))
 
 
 class LinearWorkspace:
