@@ -10,6 +10,7 @@ kernel on one buffer set after the other. Bytes are those that must be moved at 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -239,7 +240,7 @@ def short(config: DecodeConfig) -> str:
 
 def bench_linear(report: Report, sweep: bool) -> dict[str, LinearConfig]:
     """Times cuBLAS and ours; returns the best of ours by name for 32 rows."""
-    report("linear layers, µs: cuBLAS, then ours, plain and with dependent launch")
+    report("linear layers, µs: cuBLAS, then ours, plain and with dependent launch; * where ours is used")
     best = {}
     for rows, name in itertools.product((1, 16, 64, 32), LINEARS):
         config = bench_one_linear(report, name, rows, sweep and rows >= 32)
@@ -257,7 +258,11 @@ def bench_one_linear(report: Report, name: str, rows: int, sweep: bool) -> Linea
     cublas = timed([functools.partial(torch.mm, x, w.T, out=y) for w in weights])
     expected = x.float() @ weights[0].float().T
     times = {}
-    for shape in LINEAR_SWEEP[name][: None if sweep else 1]:
+    chosen = linear_config(rows, outputs, inputs, x.device)
+    shapes = LINEAR_SWEEP[name][: None if sweep or chosen is None else 0]
+    if chosen is not None:
+        shapes = [dataclasses.astuple(chosen), *shapes]
+    for shape in dict.fromkeys(shapes):
         call = functools.partial(skinny_linear, x, workspace=workspace, config=LinearConfig(*shape), output=y)
         try:
             difference = float((call(weights[0]).float() - expected).norm() / expected.norm())
@@ -269,7 +274,8 @@ def bench_one_linear(report: Report, name: str, rows: int, sweep: bool) -> Linea
         except Exception as error:  # a configuration that does not fit is an answer too
             report(f"  FAILED {name} {shape}: {type(error).__name__} {str(error)[:200]}")
     best = sorted(times, key=lambda key: times[key])
-    line = f"  rows {rows:2} {name:8} cuBLAS {cublas:6.1f} ({rate / cublas:4.2f} TB/s)"
+    mark = " " if chosen is None else "*"
+    line = f"  rows {rows:2} {name:8}{mark}cuBLAS {cublas:6.1f} ({rate / cublas:4.2f} TB/s)"
     for shape, pdl in best[:5]:
         micros = times[shape, pdl]
         line += f" | {micros:.1f} ({rate / micros:4.2f}) {'-'.join(map(str, shape))}{' pdl' * pdl}"
