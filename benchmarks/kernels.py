@@ -38,6 +38,7 @@ from backend.kernels.skinny_linear import (
     MAX_ROWS,
     LinearConfig,
     LinearWorkspace,
+    linear_config,
     partial_linear,
     skinny_linear,
 )
@@ -259,7 +260,9 @@ def bench_one_linear(report: Report, name: str, rows: int, sweep: bool) -> Linea
     expected = x.float() @ weights[0].float().T
     times = {}
     chosen = linear_config(rows, outputs, inputs, x.device)
-    shapes = LINEAR_SWEEP[name][: None if sweep or chosen is None else 0]
+    shapes = LINEAR_SWEEP[name] if sweep or chosen is None else []
+    if not sweep:
+        shapes = shapes[:1]
     if chosen is not None:
         shapes = [dataclasses.astuple(chosen), *shapes]
     for shape in dict.fromkeys(shapes):
