@@ -341,7 +341,7 @@ _END = object()
 class GenerationHandle:
     """A running request: a future for its result, a stream of its tokens, and a way to cancel it.
 
-    Safe to use from any thread. The backend side calls ``push``, ``finish`` and ``fail``; each caller-visible
+    Cancelling the future cancels the request, too. Safe to use from any thread. The backend side calls ``push``, ``finish`` and ``fail``; each caller-visible
     outcome is delivered once.
     """
 
@@ -349,6 +349,7 @@ class GenerationHandle:
         self.request = request
         self.future: Future[GenerationResult] = Future()
         self._on_cancel = on_cancel
+        self.future.add_done_callback(self._after_future)
         self._chunks: queue.SimpleQueue[Any] | None = queue.SimpleQueue() if request.stream else None
 
     def result(self, timeout: float | None = None) -> GenerationResult:
@@ -389,6 +390,10 @@ class GenerationHandle:
     def fail(self, error: BaseException) -> None:
         """Deliver an error; a second outcome is ignored."""
         self._settle(lambda: self.future.set_exception(error))
+
+    def _after_future(self, future: Future[GenerationResult]) -> None:
+        if future.cancelled():  # by its holder, as asyncio does with a wrapped one: nobody waits for the rest
+            self._on_cancel()
 
     def _settle(self, deliver: Callable[[], None]) -> None:
         with suppress(InvalidStateError):  # settled before, or the future was cancelled by its holder
@@ -471,7 +476,7 @@ class Backend(Protocol):
         """Call ``callback`` once if the backend dies of a fault (at once when it already has)."""
 
     def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
-        """Stop. With ``drain`` running requests may finish within ``timeout_s``; the rest end as cancelled."""
+        """Stop. With ``drain`` accepted requests may finish within ``timeout_s``; the rest end as cancelled."""
 
 
 BackendName = Literal["async", "transformers", "echo"]

@@ -134,12 +134,16 @@ def test_an_urgent_request_takes_the_slot_of_another_which_comes_back(
 def test_a_future_cancelled_by_its_holder_ends_its_stream(make_engine: MakeEngine, llama: TinyModel) -> None:
     """As asyncio does it, when a task that waits for the wrapped future is cancelled."""
     running = make_engine()
-    handle = running.submit(llama.prompts[3], stream=True, max_tokens=14, ignore_eos=True)
+    running.gate.close(after=3)
+    handle = running.submit(llama.prompts[3], stream=True, **LONG)
     other = running.submit(llama.prompts[4], max_tokens=14, ignore_eos=True)
+    running.gate.wait_until_reached()
     assert handle.future.cancel()
+    running.gate.open()
     with pytest.raises(CancelledError):
         list(handle.stream())
     assert other.result(30).completion_tokens == 14
+    assert running.engine.stats().generated_tokens <= 14 + 4  # and no more is computed for it
     running.check_idle()
 
 
