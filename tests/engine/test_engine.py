@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -277,3 +278,21 @@ def test_times_add_up(make_engine: MakeEngine) -> None:
     result = make_engine().submit([EOS + 1, 7], max_tokens=6, ignore_eos=True).result(30)
     assert result.time_to_first_token_s is not None
     assert 0 <= result.queue_time_s <= result.time_to_first_token_s <= result.latency_s
+
+
+def test_no_more_is_computed_once_a_stop_string_is_found(make_engine: MakeEngine, llama: TinyModel) -> None:
+    prompt = readable(llama)
+    running = make_engine()
+    running.gate.close(after=6)
+    handle = running.submit(
+        prompt, max_tokens=60, stop=decode(llama, llama.greedy(prompt, 2)), ignore_eos=True
+    )
+    running.gate.wait_until_reached()
+    assert handle.result(30).completion_tokens <= 2
+    told = threading.Event()
+    assert running.engine._output is not None
+    running.engine._output._events.put(told.set)  # behind the word to the engine
+    assert told.wait(30)
+    running.gate.open()
+    running.check_idle()
+    assert running.engine.stats().generated_tokens <= 8
