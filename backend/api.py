@@ -341,8 +341,8 @@ _END = object()
 class GenerationHandle:
     """A running request: a future for its result, a stream of its tokens, and a way to cancel it.
 
-    Cancelling the future cancels the request, too. Safe to use from any thread. The backend side calls ``push``, ``finish`` and ``fail``; each caller-visible
-    outcome is delivered once.
+    Cancelling the future cancels the request, too. Safe to use from any thread. The backend side calls ``push``,
+    ``finish`` and ``fail``; each caller-visible outcome is delivered once.
     """
 
     def __init__(self, request: GenerationRequest, on_cancel: Callable[[], None]) -> None:

@@ -53,6 +53,13 @@ class EngineParts:
     forward: StepForward
     runner: ModelRunner | GraphRunner
 
+    def describe(self) -> dict[str, str | int]:
+        """How the layers run, JSON-safe: fused or as the model's modules, and what the graphs take."""
+        kind = "modules" if isinstance(self.forward, ModuleForward) else "fused"
+        if not isinstance(self.runner, GraphRunner):
+            return {"layers": kind}
+        return {"layers": kind, "graphs": self.runner.num_graphs, "graph_bytes": self.runner.pool_bytes}
+
 
 def build_engine(
     config: EngineConfig, sink: Callable[[LoadedModel], OutputSink], clock: Callable[[], float]

@@ -249,7 +249,8 @@ class AsyncEngine:
                 "attention": self._parts.kernel.name,
                 "num_kv_blocks": cache.num_blocks,
                 "kv_cache_bytes": cache.num_bytes,
-            },
+            }
+            | self._parts.describe(),
         )
 
     def stats(self) -> BackendStats:

@@ -85,6 +85,11 @@ class GraphRunner:
         self.pool_bytes = 0
         self.capture_s = 0.0
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of both slots."""
+        return len(self._captured)
+
     def layout(self, plan: StepPlan) -> StepLayout:
         """The sizes that a plan is padded to."""
         if plan.num_decode == len(plan.sequences):

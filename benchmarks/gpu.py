@@ -44,6 +44,15 @@ LLAMA_8B = {
 }
 KV_BYTES_A_TOKEN = 2 * 32 * 8 * 128 * 2
 WEIGHT_BYTES = 2 * (32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096)
+SHOWN = (
+    "mode",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_kv_blocks",
+    "attention",
+    "layers",
+    "graph_bytes",
+)
 DEFAULT_WORKS = "32x256,32x1024,128x1024,256x1024"
 
 
@@ -56,18 +65,18 @@ class Work:
 
 
 def read_rate() -> float:
-    """Highest rate of a plain sum over a large tensor, bytes/s."""
+    """Highest rate of plain reductions over a large tensor, bytes/s."""
     import torch
 
-    data = torch.ones(2**31, dtype=torch.int8, device="cuda").view(torch.bfloat16)
+    data = torch.ones(2**31, dtype=torch.float32, device="cuda")
     best = 0.0
-    for _ in range(10):
+    for reduce in (torch.sum, torch.amax, torch.linalg.vector_norm) * 5:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        torch.amax(data)
+        reduce(data)
         end.record()
         end.synchronize()
-        best = max(best, data.numel() * 2 / (start.elapsed_time(end) / 1e3))
+        best = max(best, data.numel() * data.element_size() / (start.elapsed_time(end) / 1e3))
     return best
 
 
@@ -162,7 +171,9 @@ def main() -> None:
         )
         engine.start()
         run(engine, [(PROMPT_TOKENS, 8)] * 2)
-        say(f"# start to first tokens {time.monotonic() - began:.1f} s; {engine.info().details}")
+        details = engine.info().details
+        say(f"# start to first tokens {time.monotonic() - began:.1f} s")
+        say("# " + ", ".join(f"{name} {details[name]}" for name in SHOWN if name in details))
         try:
             for work in works:
                 figures = run(engine, [(PROMPT_TOKENS, work.new)] * work.rows)

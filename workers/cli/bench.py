@@ -50,6 +50,9 @@ def engine(
     slots: Annotated[
         int, typer.Option("--slots", min=1, help="Requests at once; size of a static batch.")
     ] = 32,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Instead: Llama-3.1-8B's shape on a GPU against the memory floor.")
+    ] = False,
 ) -> None:
     """Compare the engine with transformers' generate and continuous batching, in turns, on 64 prompts.
 
@@ -60,7 +63,12 @@ def engine(
       tokenmill bench engine --limit 16 --repetitions 1          # a quick look
 
       tokenmill bench engine --systems async,generate --works mixed
+
+      tokenmill bench engine --gpu
     """
+    if gpu:
+        _run("gpu", [])
+        return
     arguments = {
         "model": model,
         "systems": systems,
