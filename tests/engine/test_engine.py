@@ -283,11 +283,10 @@ def test_times_add_up(make_engine: MakeEngine) -> None:
 def test_no_more_is_computed_once_a_stop_string_is_found(make_engine: MakeEngine, llama: TinyModel) -> None:
     prompt = readable(llama)
     running = make_engine()
-    running.gate.close(after=6)
+    running.gate.close(after=3)  # the second token has retired by then
     handle = running.submit(
         prompt, max_tokens=60, stop=decode(llama, llama.greedy(prompt, 2)), ignore_eos=True
     )
-    running.gate.wait_until_reached()
     assert handle.result(30).completion_tokens <= 2
     told = threading.Event()
     assert running.engine._output is not None
@@ -295,4 +294,4 @@ def test_no_more_is_computed_once_a_stop_string_is_found(make_engine: MakeEngine
     assert told.wait(30)
     running.gate.open()
     running.check_idle()
-    assert running.engine.stats().generated_tokens <= 8
+    assert running.engine.stats().generated_tokens <= 4
