@@ -5,6 +5,9 @@ norm → QKV product → rotation and cache write → attention → output produ
 down product a layer, with query, key and value weights in one matrix, and gate and up in another. A model that fits
 none runs through its own modules, correctly and slower. Which way is taken is checked against the model's own
 logits at load, like everything else that the engine runs.
+
+The kernels could start early (programmatic dependent launch). They do not: over a chain of layers it gains 1 to 3 µs
+a layer at a context of 192, nothing at 608, and costs up to 20 at 4096 (``benchmarks/kernels.py``).
 """
 
 from __future__ import annotations
@@ -102,8 +105,6 @@ class FusedDecoder:
         self._eps = float(config.rms_norm_eps)
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._kernel = kernel
-        # Programmatic dependent launch: a kernel's blocks come up while the one before it ends.
-        self._pdl = torch.cuda.get_device_capability(self._embedding.device) >= (9, 0)
         self._sums: LinearWorkspace | None = None
         self._rope = rope_table(base.rotary_emb, max_model_len, self._embedding.device)
         self.layers = [
@@ -120,11 +121,10 @@ class FusedDecoder:
         from backend.kernels.rope_cache import rope_and_cache
 
         activate = silu_and_mul if self._activation == "silu" else gelu_tanh_and_mul
-        pdl = self._pdl
         hidden = embedding(tokens, self._embedding)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            normed, residual = add_rms_norm(hidden, residual, layer.input_norm, self._eps, pdl=pdl)
+            normed, residual = add_rms_norm(hidden, residual, layer.input_norm, self._eps)
             qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
             query = rope_and_cache(
                 qkv,
@@ -137,17 +137,16 @@ class FusedDecoder:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=self._eps,
-                pdl=pdl,
             )
             mixed = self._kernel.attend(query, index, cache, inputs, shape, layer.attention)
             hidden = self._linear(mixed.flatten(1), layer.output, layer.output_bias, parts=True)
-            normed, residual = add_rms_norm(hidden, residual, layer.post_norm, self._eps, pdl=pdl)
-            gated = activate(self._linear(normed, layer.gate_up), pdl=pdl)
+            normed, residual = add_rms_norm(hidden, residual, layer.post_norm, self._eps)
+            gated = activate(self._linear(normed, layer.gate_up))
             hidden = self._linear(gated, layer.down, parts=True)
         hidden = hidden.index_select(-2, inputs.sample_tokens)
         if residual is not None:
             residual = residual.index_select(0, inputs.sample_tokens)
-        normed, _ = add_rms_norm(hidden, residual, self._final_norm, self._eps, pdl=pdl)
+        normed, _ = add_rms_norm(hidden, residual, self._final_norm, self._eps)
         return self._linear(normed, self._head)
 
     def _linear(
@@ -167,10 +166,10 @@ class FusedDecoder:
         if config is None:
             return linear(x, weight, bias)
         if parts and config.splits > 1:
-            return partial_linear(x, weight, config=config, pdl=self._pdl)
+            return partial_linear(x, weight, config=config)
         if self._sums is None:
             self._sums = LinearWorkspace(weight.device)
-        return skinny_linear(x, weight, workspace=self._sums, config=config, pdl=self._pdl)
+        return skinny_linear(x, weight, workspace=self._sums, config=config)
 
 
 def find_pattern(layers: nn.ModuleList, config: Any) -> Pattern:

@@ -42,7 +42,6 @@ class TritonKernel:
         }
         most = max(rows * config.splits for rows, config in self._configs.items())
         max_rows = max(row_sizes)
-        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         self._workspace = DecodeWorkspace(max_rows, num_heads, head_size, -(-most // max_rows), device)
 
     def attend(
@@ -76,7 +75,6 @@ class TritonKernel:
                 softcap=params.softcap,
                 sinks=params.sinks,
                 output=output[:rows],
-                pdl=self._pdl,
             )
         if shape.has_prefill:
             paged_prefill(
@@ -91,7 +89,6 @@ class TritonKernel:
                 softcap=params.softcap,
                 sinks=params.sinks,
                 output=output,
-                pdl=self._pdl,
             )
         return output
 
