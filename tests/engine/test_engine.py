@@ -295,3 +295,21 @@ def test_no_more_is_computed_once_a_stop_string_is_found(make_engine: MakeEngine
     running.gate.open()
     running.check_idle()
     assert running.engine.stats().generated_tokens <= 4
+
+
+def test_every_family_in_float32(make_engine: MakeEngine, any_model: TinyModel) -> None:
+    """Through ``start``, with its comparison, packed weights and grouped products for mixtures of experts."""
+    running = make_engine(model=str(any_model.folder), dtype="float32", max_num_seqs=6)
+    handles = [running.submit(prompt, max_tokens=8, ignore_eos=True) for prompt in any_model.prompts]
+    for prompt, handle in zip(any_model.prompts, handles, strict=True):
+        assert list(handle.result(30).token_ids) == any_model.greedy(prompt, 8)
+    running.check_idle()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_starts_and_runs(make_engine: MakeEngine, llama: TinyModel, dtype: str) -> None:
+    running = make_engine(dtype=dtype)
+    result = running.submit(llama.prompts[4], max_tokens=8, ignore_eos=True, logprobs=2).result(30)
+    assert result.completion_tokens == 8
+    assert running.engine.info().dtype == dtype
+    running.check_idle()
