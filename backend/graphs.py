@@ -110,6 +110,7 @@ class GraphRunner:
         began = time.perf_counter()
         self._slots = slots
         device = self._cache.keys[0].device
+        torch.cuda.empty_cache()  # or memory that capturing frees would count against what it takes
         free_before = torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
         keys = [GraphKey(True, s, i) for s in reversed(self._mixed_sizes) for i in range(len(slots))]
