@@ -14,6 +14,13 @@ from backend.attention.interface import AttentionParams
 from backend.kv_cache import KVCache
 from backend.slots import StepInputs, StepShape
 
+_EARLY_LAUNCH_CONTEXT = 2048
+
+
+def early_launch(max_model_len: int, device: torch.device) -> bool:
+    """Whether kernels start while the one before them ends: it pays where contexts are short, on Hopper and later."""
+    return max_model_len <= _EARLY_LAUNCH_CONTEXT and torch.cuda.get_device_capability(device) >= (9, 0)
+
 
 class TritonKernel:
     """Decode rows by ``paged_decode``, prefill rows by ``paged_prefill``, into one output."""
@@ -42,6 +49,7 @@ class TritonKernel:
         }
         most = max(rows * config.splits for rows, config in self._configs.items())
         max_rows = max(row_sizes)
+        self._pdl = early_launch(max_model_len, device)
         self._workspace = DecodeWorkspace(max_rows, num_heads, head_size, -(-most // max_rows), device)
 
     def attend(
@@ -75,6 +83,7 @@ class TritonKernel:
                 softcap=params.softcap,
                 sinks=params.sinks,
                 output=output[:rows],
+                pdl=self._pdl,
             )
         if shape.has_prefill:
             paged_prefill(
@@ -89,6 +98,7 @@ class TritonKernel:
                 softcap=params.softcap,
                 sinks=params.sinks,
                 output=output,
+                pdl=self._pdl,
             )
         return output
 
