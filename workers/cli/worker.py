@@ -39,7 +39,7 @@ def worker(
 ) -> None:
     """Load the model and work on jobs until stopped (Ctrl-C or SIGTERM: running jobs may finish first).
 
-    One process serves one model on one device; start one per GPU.
+    One process serves one model on one device; there is one for each visible GPU.
 
     [bold]Examples[/bold]
 
