@@ -323,7 +323,7 @@ class GenerationResult:
     completion_tokens: int
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
-    seed: int | None = None  # the seed in force, also when it was drawn
+    seed: int | None = None  # as given, or as drawn where tokens are drawn at random
     queue_time_s: float = 0.0  # submission → first scheduled
     time_to_first_token_s: float | None = None  # submission → first token on the host
     latency_s: float = 0.0  # submission → finished

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from backend.api import MAX_LOGPROBS
 from backend.attention.interface import (
     ATTENTION_NAME,
     STEP_ARGUMENT,
@@ -23,7 +24,14 @@ from backend.blocks import BlockAllocator
 from backend.config import EngineConfig
 from backend.core import EngineCore, OutputSink
 from backend.graphs import GraphRunner, decode_buckets
-from backend.kv_cache import KVCache, LayerShape, available_memory, bytes_per_block, choose_num_blocks
+from backend.kv_cache import (
+    KVCache,
+    LayerShape,
+    available_memory,
+    bytes_per_block,
+    check_num_blocks,
+    choose_num_blocks,
+)
 from backend.loading import LoadedModel, load_model, unsupported
 from backend.packed_linear import pack_linears
 from backend.rows import RowTable
@@ -35,7 +43,6 @@ from backend.streams import Streams, make_streams
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOGPROBS = 20
 _CHECK_TOKENS = 40
 # Largest difference of paged and native logits, as a share of the largest logit. The native softmax, norms and
 # rotary embedding are float32 even in a float64 model.
@@ -166,7 +173,7 @@ def make_core(
         tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         rows=config.max_num_seqs,
         blocks=max_blocks,
-        logprobs=_MAX_LOGPROBS,
+        logprobs=MAX_LOGPROBS,
     )
     slots = (
         Slot(limits, device, streams, poison=config.debug_poison),
@@ -189,13 +196,16 @@ def make_core(
 
 def make_cache(config: EngineConfig, loaded: LoadedModel, layers: list[LayerShape]) -> KVCache:
     """The cache, sized by the configuration or by the memory that is free now that the model is loaded."""
-    num_blocks = config.num_kv_blocks
-    if num_blocks is None:
+    free_bytes = available_memory(loaded.device)
+    block_bytes = bytes_per_block(layers, config.block_size, loaded.dtype)
+    if config.num_kv_blocks is not None:
+        num_blocks = check_num_blocks(config.num_kv_blocks, free_bytes=free_bytes, block_bytes=block_bytes)
+    else:
         fraction = config.kv_memory_fraction or (0.9 if loaded.device.type == "cuda" else 0.5)
         num_blocks = choose_num_blocks(
-            free_bytes=available_memory(loaded.device),
+            free_bytes=free_bytes,
             fraction=fraction,
-            block_bytes=bytes_per_block(layers, config.block_size, loaded.dtype),
+            block_bytes=block_bytes,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=loaded.max_model_len,

@@ -26,6 +26,7 @@ class EngineConfig(BaseModel):
     )
     tokenizer: str | None = Field(
         None,
+        min_length=1,
         description="where the tokenizer comes from; the model's own when unset, 'none' for token ids only",
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import random
@@ -86,6 +87,8 @@ class AsyncEngine:
         self._started_at = self._clock()
         self._closed = None
         self._thread = threading.Thread(target=self._run, name="tokenmill-engine", daemon=True)
+        # A thread that is still within PyTorch when the interpreter goes away aborts the process.
+        atexit.register(self._leave)
         self._thread.start()
 
     def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
@@ -111,6 +114,9 @@ class AsyncEngine:
         if thread.is_alive():
             self._inbox.put(abandon)
             thread.join()
+
+    def _leave(self) -> None:
+        self.shutdown(drain=False)
 
     def add_death_callback(self, callback: Callable[[EngineDeadError], None]) -> None:
         """See ``Backend.add_death_callback``."""
@@ -297,6 +303,7 @@ class AsyncEngine:
             self._die(exc, core)
         finally:
             self._output.stop()
+            atexit.unregister(self._leave)
 
     def _take_commands(self, core: EngineCore) -> None:
         if not core.has_work():

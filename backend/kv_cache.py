@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def bytes_per_block(layers: list[LayerShape], block_size: int, dtype: torch.dtyp
     return sum(2 * block_size * layer.heads * layer.head_size * dtype.itemsize for layer in layers)
 
 
-def available_memory(device: torch.device) -> int:
+def available_memory(device: torch.device, control_group: Path = Path("/sys/fs/cgroup")) -> int:
     """Free bytes on a device: of the GPU, or of the machine's (and its control group's) main memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -33,11 +34,35 @@ def available_memory(device: torch.device) -> int:
 
     free = int(psutil.virtual_memory().available)
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free = min(free, int(limit.read()) - int(used.read()))
+        limit = int((control_group / "memory.max").read_text())
+        used = int((control_group / "memory.current").read_text())
     except (OSError, ValueError):
-        pass  # no control group, or no limit ("max")
-    return max(free, 0)
+        return free  # no control group, or no limit ("max")
+    return max(0, min(free, limit - used + _reclaimable(control_group)))
+
+
+def _reclaimable(control_group: Path) -> int:
+    """Bytes of files that a control group keeps in memory only as long as nobody needs it, weights just read among
+    them; the machine's own figure leaves them out already."""
+    try:
+        lines = (control_group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def check_num_blocks(num_blocks: int, *, free_bytes: int, block_bytes: int) -> int:
+    """A number of blocks that the configuration asks for.
+
+    Raises:
+        ConfigurationError: they are more than the memory could ever hold.
+    """
+    if num_blocks * block_bytes > free_bytes:
+        raise ConfigurationError(
+            f"num_kv_blocks is {num_blocks}, which takes {num_blocks * block_bytes / MIB:.0f} MiB, but "
+            f"{free_bytes / MIB:.0f} MiB are free. Use at most {free_bytes // block_bytes}, or leave it unset"
+        )
+    return num_blocks
 
 
 def choose_num_blocks(
@@ -61,8 +86,8 @@ def choose_num_blocks(
     if blocks < one_sequence:
         raise ConfigurationError(
             f"the KV cache does not fit: one sequence of {max_model_len} tokens needs "
-            f"{one_sequence * block_bytes / MIB:.0f} MiB, and {fraction:.0%} of the free memory is "
-            f"{budget / MIB:.0f} MiB. Lower max_model_len, raise kv_memory_fraction, or free memory on the device"
+            f"{one_sequence * block_bytes / MIB:.1f} MiB, and {fraction:.3g} of the free memory is "
+            f"{budget / MIB:.1f} MiB. Lower max_model_len, raise kv_memory_fraction, or free memory on the device"
         )
     return blocks
 

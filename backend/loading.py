@@ -12,7 +12,7 @@ from backend.api import ConfigurationError, UnsupportedModelError
 from backend.attention.interface import ATTENTION_NAME, register_attention
 from backend.config import EngineConfig
 from backend.kv_cache import MIB, available_memory
-from backend.model_source import ModelSource, resolve_model
+from backend.model_source import ModelSource, check_reachable, resolve_model
 from backend.prompts import PromptEncoder
 from backend.support import check_supported, context_limit
 
@@ -56,6 +56,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"nothing here runs on {device.type}")
     except RuntimeError as exc:
         raise ConfigurationError(
             f"device {name!r} is unknown. Use 'auto', 'cpu', 'cuda' or 'cuda:N'"
@@ -112,13 +114,14 @@ def load_model(config: EngineConfig, *, attn_implementation: str = ATTENTION_NAM
         dtype=dtype,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=frozenset(i for i in _eos_ids(model, tokenizer) if 0 <= i < vocab_size),
     )
 
 
 def _read_config(source: ModelSource, config: EngineConfig) -> Any:
     from transformers import AutoConfig
 
+    check_reachable(source, "config.json")
     try:
         return AutoConfig.from_pretrained(
             source.location, local_files_only=source.local, trust_remote_code=config.trust_remote_code
@@ -222,7 +225,8 @@ def _load_tokenizer(source: ModelSource, config: EngineConfig) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
-    origin = resolve_model(config.tokenizer) if config.tokenizer else source
+    origin = resolve_model(config.tokenizer, setting="tokenizer") if config.tokenizer else source
+    check_reachable(origin, "tokenizer_config.json")
     try:
         return AutoTokenizer.from_pretrained(
             origin.location, local_files_only=origin.local, trust_remote_code=config.trust_remote_code

@@ -206,8 +206,9 @@ def _result(
         completion_tokens=len(token_ids),
         stop_reason=stop_reason,
         cached_tokens=sequence.cached_tokens,
-        seed=sequence.seed if sequence.sampling.temperature > 0 else None,
-        queue_time_s=since(sequence.first_scheduled_at) or 0.0,
+        seed=sequence.seed if sequence.sampling.temperature > 0 else sequence.sampling.seed,
+        # One that was never scheduled has waited all the time.
+        queue_time_s=(now if sequence.first_scheduled_at is None else sequence.first_scheduled_at) - arrived,
         time_to_first_token_s=since(sequence.first_token_at),
         latency_s=max(0.0, now - arrived),
         preemptions=sequence.preemptions,

@@ -9,6 +9,7 @@ is free. One thread routes what the manager produces, and notices when the manag
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import time
@@ -126,6 +127,8 @@ class TransformersBackend:
             self._thread = threading.Thread(
                 target=self._run, args=(ready,), name="transformers-backend", daemon=True
             )
+            # A thread that is still within PyTorch when the interpreter goes away aborts the process.
+            atexit.register(self._leave)
             self._thread.start()
             ready.wait()
         with self._lock:
@@ -219,6 +222,9 @@ class TransformersBackend:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def _leave(self) -> None:
+        self.shutdown(drain=False)
+
     def _cancel(self, row: _PeerRow) -> None:
         with self._lock:
             self._rows.cancel(row)
@@ -261,6 +267,7 @@ class TransformersBackend:
         finally:
             ready.set()
             stop_manager(self._manager)
+            atexit.unregister(self._leave)
 
     def _cycle(self) -> bool:
         """Route what has come, or wait a little for something; false when all has ended after a shutdown."""

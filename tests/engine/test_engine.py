@@ -205,6 +205,13 @@ def test_stop_strings_and_min_tokens(make_engine: MakeEngine, llama: TinyModel) 
     assert result.text.startswith(first)
 
 
+def test_a_seed_that_was_given_is_told_even_where_it_decides_nothing(
+    make_engine: MakeEngine, llama: TinyModel
+) -> None:
+    result = make_engine().submit(llama.prompts[4], max_tokens=1, seed=7).result(30)
+    assert result.seed == 7
+
+
 def test_an_unset_seed_is_drawn_and_told(make_engine: MakeEngine, llama: TinyModel) -> None:
     running = make_engine(rng=random.Random(1))
     results = [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
@@ -85,6 +88,7 @@ def test_deadlines_of_waiting_and_running_requests(make_engine: MakeEngine, llam
         assert result.latency_s == 20
     assert len(first.result().token_ids) <= 1
     assert second.result().token_ids == ()
+    assert second.result().queue_time_s == 20
     assert list(third.result(30).token_ids) == llama.greedy(llama.prompts[5], 3)
     assert third.result().queue_time_s == 20
     running.check_idle()
@@ -354,3 +358,26 @@ def test_a_second_start_is_refused(make_engine: MakeEngine) -> None:
         running.engine.start()
     with pytest.raises(RequestError):
         running.submit([10_000], max_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["async", "transformers"])
+def test_a_program_that_ends_without_a_shutdown_ends_cleanly(name: str, llama: TinyModel) -> None:
+    program = f"""
+import signal
+from backend.api import GenerationRequest, Prompt, SamplingParams
+from backend.config import EngineConfig
+from backend.registry import create_backend
+backend = create_backend({name!r}, EngineConfig(model={str(llama.folder)!r}, device="cpu", num_kv_blocks=64))
+backend.start()
+sampling = SamplingParams(max_tokens=80, ignore_eos=True)
+for _ in range(60):
+    request = GenerationRequest(
+        request_id="r", prompt=Prompt(token_ids=(5, 6)), sampling=sampling, stream=True
+    )
+    handle = backend.submit(request)
+next(handle.stream())
+signal.raise_signal(signal.SIGINT)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt"), ended.stderr
+    assert ended.returncode == -signal.SIGINT

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from backend import loading
+from backend import loading, model_source
 from backend.api import ConfigurationError, UnsupportedModelError
 from backend.assembly import build_engine, native_logits, verify_paged
 from backend.attention.sdpa import SdpaKernel
@@ -114,7 +117,23 @@ def test_a_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model(EngineConfig(model="nobody/no-such-model", device="cpu"))
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda"])
+@pytest.mark.usefixtures("no_weights")
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    with socket.socket() as closed:  # bound and not listening: refuses every connection
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(
+            huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}"
+        )
+        began = time.monotonic()
+        with pytest.raises(ConfigurationError, match=r"'nobody/no-such-model'.* hub cannot be reached"):
+            load_model(EngineConfig(model="nobody/no-such-model", device="cpu"))
+    assert time.monotonic() - began < 10  # its own retries take 24 s
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda", "meta", "mps"])
 def test_devices_that_are_not_there(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         device = "cuda:98"
@@ -183,6 +202,50 @@ def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
         load_model(EngineConfig(model=str(folder), device="cpu"))
 
 
+def test_a_path_of_a_tokenizer_that_does_not_exist(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"^tokenizer: there is no folder '/no/such/folder'"):
+        load_model(EngineConfig(model=str(folder), tokenizer="/no/such/folder", device="cpu"))
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path / "file"))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ConfigurationError, match="TOKENMILL_CACHE_DIR"):
+        resolve_model(str(path))
+
+
+def test_a_conversion_that_was_killed_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+
+    def half(_path: Path, folder: Path) -> None:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+
+    def whole(_path: Path, folder: Path) -> None:
+        (folder / "whole").touch()
+
+    with monkeypatch.context() as killed:  # nothing is tidied up by a process that is killed
+        killed.setattr(shutil, "rmtree", lambda *_args, **_options: None)
+        killed.setattr(model_source, "_convert", half)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(str(path))
+    monkeypatch.setattr(model_source, "_convert", whole)
+    target = model_source.convert_gguf(path)
+    assert [p.name for p in target.iterdir()] == ["whole"]
+    assert [p for p in target.parent.iterdir() if p.is_dir()] == [target]
+
+
+def test_an_end_outside_the_vocabulary_ends_nothing(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model", eos_token_id=[5, 4096])
+    assert load(folder).eos_ids == {5}
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, llama: TinyModel) -> None:
     from backend.api import Prompt, RequestError
 
@@ -238,6 +301,15 @@ def test_no_room_for_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigurationError, match=r"KV cache does not fit.*Lower max_model_len"):
         build_engine(
             EngineConfig(model=str(folder), tokenizer="none", device="cpu"),
+            lambda _loaded: None,
+            lambda: 0.0,  # type: ignore[arg-type, return-value]
+        )
+
+
+def test_no_room_for_the_blocks_that_were_asked_for(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"num_kv_blocks is 1000000000000, .* at most \d+"):
+        build_engine(
+            EngineConfig(model=str(folder), tokenizer="none", device="cpu", num_kv_blocks=10**12),
             lambda _loaded: None,
             lambda: 0.0,  # type: ignore[arg-type, return-value]
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -58,3 +60,13 @@ def test_writing_goes_to_the_named_slots_only() -> None:
 
 def test_available_memory_of_this_machine() -> None:
     assert available_memory(torch.device("cpu")) > 0
+
+
+def test_files_that_the_system_keeps_in_memory_count_as_free(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    assert available_memory(torch.device("cpu"), tmp_path) == 100
+    (tmp_path / "memory.stat").write_text("anon 100\nfile 790\ninactive_file 700\nactive_file 90\n")
+    assert available_memory(torch.device("cpu"), tmp_path) == 800
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(torch.device("cpu"), tmp_path) > 1000
