@@ -72,9 +72,8 @@ class Scheduler:
         self._block_size = block_size
         self._max_tokens = max_num_batched_tokens
         self._prefix_cache = prefix_cache
-        self._waiting: list[
-            tuple[int, int, Sequence]
-        ] = []  # a heap; finished entries are dropped when they surface
+        # A heap; ended entries are dropped when they surface, or when they are most of it.
+        self._waiting: list[tuple[int, int, Sequence]] = []
         self._num_waiting = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
@@ -105,6 +104,10 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self._num_waiting -= 1
         sequence.status = Status.FINISHED
+        if len(self._waiting) > 2 * self._num_waiting + 64:
+            # Most entries have ended, and may stay below the top for as long as something more urgent waits.
+            self._waiting = [entry for entry in self._waiting if entry[2].status is Status.WAITING]
+            heapq.heapify(self._waiting)
 
     def abandon(self) -> None:
         """Forget every sequence; nothing can be scheduled afterwards."""

@@ -270,6 +270,19 @@ def test_an_ended_request_that_waited_leaves_no_trace() -> None:
     assert desk.step().sequences == [next_]
 
 
+def test_ended_requests_that_waited_are_not_kept_behind_urgent_ones() -> None:
+    desk = Desk(slots=1)
+    desk.add(4, priority=0)
+    desk.step()
+    desk.add(4, priority=0)  # at the head of the queue all the time
+    for _ in range(1000):
+        desk.scheduler.finish(desk.add(4, priority=9))
+    last = desk.add(4, priority=9)
+    assert desk.scheduler.num_waiting == 2
+    assert len(desk.scheduler._waiting) < 100
+    assert last in [entry[2] for entry in desk.scheduler._waiting]
+
+
 def test_prefix_hits_are_not_computed_again() -> None:
     desk = Desk(prefix_cache=True)
     first = desk.add(10, max_tokens=1)
