@@ -32,7 +32,7 @@ class SlotLimits:
     rows: int  # sequences in a step
     blocks: int  # of one sequence
     logprobs: int  # alternatives reported for a token
-    per_row: int = 16  # words of sampling parameters, generously
+    per_row: int = 18  # words of sampling parameters: seven padded for a graph, eleven for the sampler
     lists: int = 2 * MAX_LOGIT_BIAS + 2 * MAX_STOP_TOKEN_IDS  # words of biases and of ids that are masked
 
     @property
