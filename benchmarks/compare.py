@@ -82,7 +82,8 @@ def table(work: Work, measured: dict[str, Measured]) -> Table:
     """The systems on one workload, and each as a multiple of the better peer."""
     best = max((measured[name].rate(work) for name in PEERS if name in measured), default=None)
     reference = measured.get(PEERS[0])
-    lengths = f"{min(work.new_tokens)} to {max(work.new_tokens)}" if len(set(work.new_tokens)) > 1 else "64"
+    shortest, longest = min(work.new_tokens), max(work.new_tokens)
+    lengths = f"{shortest} to {longest}" if shortest < longest else f"{shortest}"
     shown = Table(
         title=f"{work.name}: {len(work.prompts)} prompts, {lengths} new tokens, {work.total} in all"
     )

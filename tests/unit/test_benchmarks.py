@@ -86,6 +86,13 @@ def test_systems_take_turns_and_ratios_are_to_the_better_peer() -> None:
     assert all("64/64" in row for row in rows)
 
 
+def test_a_table_names_the_length_of_its_own_work() -> None:
+    work = mixed(PROMPT_IDS[:1])
+    (length,) = work.new_tokens
+    assert length != 64
+    assert f"{length} new tokens" in str(table(work, {}).title)
+
+
 def test_a_system_that_returns_other_counts_is_refused() -> None:
     clock = FakeClock()
     cheat: list[System] = [FakeSystem("tokenmill async", clock, 0.01, surplus=-1)]
