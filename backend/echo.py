@@ -90,11 +90,17 @@ class _EchoRow(Row):
         sampling = self.handle.request.sampling
         index = len(self.tokens) % len(self.ids)
         token = self.ids[index]
+        known = len(self.held)
         self.held += f" {self.pieces[index]}" if self.tokens else self.pieces[index]
         self.tokens.append(token)
         self.unsent.append((token, self.length + len(self.held)))
-        found = [(at, text) for text in sampling.stop if (at := self.held.find(text)) >= 0]
-        if found:
+        # What was complete before this token came too early for ``min_tokens``, and is ordinary text.
+        found = [
+            (at, text)
+            for text in sampling.stop
+            if (at := self.held.find(text, max(0, known - len(text) + 1))) >= 0
+        ]
+        if found and len(self.tokens) >= sampling.min_tokens:
             at, self.stop_reason = min(found)
             self.held = self.held[:at]
         elif token in sampling.stop_token_ids and len(self.tokens) > sampling.min_tokens:

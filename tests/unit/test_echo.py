@@ -143,6 +143,13 @@ def test_a_stop_token_ends_it_but_not_before_min_tokens(make: Make) -> None:
     assert (late.completion_tokens, late.stop_reason) == (4, first)
 
 
+def test_a_stop_string_ends_it_but_not_before_min_tokens(make: Make) -> None:
+    early = make().submit(ask("a b", max_tokens=9, stop=["a b", "b"], min_tokens=2)).result(WAIT_S)
+    late = make().submit(ask("a b", max_tokens=9, stop=["a b", "b"], min_tokens=3)).result(WAIT_S)
+    assert (early.text, early.completion_tokens) == ("", 2)
+    assert (late.text, late.completion_tokens) == ("a b ", 4)
+
+
 def test_logprobs_are_those_of_certainty(make: Make) -> None:
     result = make().submit(ask(max_tokens=2, logprobs=1)).result(WAIT_S)
     assert result.logprobs is not None
