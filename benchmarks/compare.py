@@ -120,6 +120,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder for the results")
     parser.add_argument("--name", default="compare", help="name of the two result files")
     options = parser.parse_args(arguments)
+    makers = {"mixed": mixed, "uniform": uniform}
+    for name in options.works.split(","):
+        if name not in makers:
+            parser.error(f"--works: {name!r} is unknown. Use any of {', '.join(makers)}")
+    for name in ("limit", "repetitions"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: {getattr(options, name)} is too few. Use 1 or more")
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
     config = EngineConfig(
@@ -138,7 +145,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"loading {short} …", file=sys.stderr)
             systems.append(known[short]())
         prompts = load_prompts(_tokenizer(config), limit=options.limit)
-        makers = {"mixed": mixed, "uniform": uniform}
         works = [makers[name](prompts) for name in options.works.split(",")]
         found = measure(systems, works, options.repetitions, say=lambda line: print(line, file=sys.stderr))
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -102,7 +103,7 @@ def tokenmill(jobs: int, folder: Path, broker_url: str, slots: int) -> float:
             first, last = connection.execute(times).one()
         if first is None or last is None:
             raise RuntimeError("no job has an end")
-        return jobs / (last - first).total_seconds()
+        return rate(jobs, first, last)
     finally:
         engine.dispose()
 
@@ -142,9 +143,20 @@ def celery_threads(jobs: int, folder: Path, broker_url: str, threads: int) -> fl
             first, last = sql.execute(
                 text("select min(date_done), max(date_done) from celery_taskmeta")
             ).one()
-        return jobs / (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
+        return rate(jobs, datetime.fromisoformat(first), datetime.fromisoformat(last))
     finally:
         engine.dispose()
+
+
+def rate(jobs: int, first: datetime, last: datetime) -> float:
+    """Jobs a second between the first and the last result.
+
+    Raises:
+        RuntimeError: all came at the same moment.
+    """
+    if last <= first:
+        raise RuntimeError(f"{jobs} jobs ended at one moment, which gives no rate. Raise --jobs")
+    return jobs / (last - first).total_seconds()
 
 
 def _celery_done(engine: Engine) -> int:
@@ -197,17 +209,17 @@ def main(arguments: list[str] | None = None) -> int:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 server = stack.enter_context(PrivateRedis(folder))
                 if name == ours:
-                    rate = tokenmill(options.jobs, folder, server.url, options.slots)
+                    found = tokenmill(options.jobs, folder, server.url, options.slots)
                 else:
-                    rate = celery_threads(options.jobs, folder, server.url, options.threads)
-            rates[name].append(rate)
-            print(f"{name}: {rate:.0f} jobs/s", file=sys.stderr)
+                    found = celery_threads(options.jobs, folder, server.url, options.threads)
+            rates[name].append(found)
+            print(f"{name}: {found:.0f} jobs/s", file=sys.stderr)
     shown = Table(title=f"{options.jobs} echo jobs through Redis into SQLite, one worker process")
     for column in ("system", "jobs/s (median, all)", "x celery"):
         shown.add_column(column, justify="left" if column == "system" else "right")
-    middle = {name: sorted(each)[len(each) // 2] for name, each in rates.items()}
+    middle = {name: statistics.median(each) for name, each in rates.items()}
     for name, each in rates.items():
-        listed = " ".join(f"{rate:.0f}" for rate in each)
+        listed = " ".join(f"{one:.0f}" for one in each)
         shown.add_row(name, f"{middle[name]:.0f} ({listed})", f"{middle[name] / middle[peer]:.2f}")
     command = " ".join(["python -m benchmarks.fleet", *(sys.argv[1:] if arguments is None else arguments)])
     report.keep("fleet", command, [shown], {"jobs": options.jobs, "jobs_per_s": rates}, options.output)

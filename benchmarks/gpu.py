@@ -42,8 +42,6 @@ LLAMA_8B = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-KV_BYTES_A_TOKEN = 2 * 32 * 8 * 128 * 2
-WEIGHT_BYTES = 2 * (32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096)
 SHOWN = (
     "mode",
     "max_num_seqs",
@@ -62,6 +60,16 @@ class Work:
 
     rows: int
     new: int
+
+
+def weight_bytes(layers: int) -> int:
+    """Bytes of the matrices that a step reads whole; of the embedding it reads a few rows."""
+    return 2 * (layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096)
+
+
+def kv_bytes_a_token(layers: int) -> int:
+    """Bytes of one token's keys and values."""
+    return 2 * layers * 8 * 128 * 2
 
 
 def read_rate() -> float:
@@ -141,12 +149,13 @@ def main() -> None:
         print(text, flush=True)
         lines.append(text)
 
+    weights, kv_bytes = weight_bytes(arguments.layers), kv_bytes_a_token(arguments.layers)
     rate = read_rate()
     say(f"# python -m benchmarks.gpu {' '.join(sys.argv[1:])}")
     say(
         f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
-    say(f"# read rate {rate / 1e12:.2f} TB/s, weights {WEIGHT_BYTES / 1e9:.2f} GB a step")
+    say(f"# read rate {rate / 1e12:.2f} TB/s, weights {weights / 1e9:.2f} GB a step")
     works = [Work(*map(int, work.split("x"))) for work in arguments.works.split(",") if work]
     mixed = json.loads(arguments.mixed.read_text())["requests"] if arguments.mixed else []
     longest = max([PROMPT_TOKENS + w.new for w in works] + [sum(r) for r in mixed])
@@ -179,7 +188,7 @@ def main() -> None:
                 figures = run(engine, [(PROMPT_TOKENS, work.new)] * work.rows)
                 step = (figures["whole_s"] - figures["prefill_s"]) / (work.new - 1)
                 context = PROMPT_TOKENS + work.new / 2
-                floor = (WEIGHT_BYTES + work.rows * context * KV_BYTES_A_TOKEN) / rate
+                floor = (weights + work.rows * context * kv_bytes) / rate
                 say(
                     f"batch {work.rows:4d} new {work.new:5d}: {step * 1e3:6.3f} ms/step (floor {floor * 1e3:.2f}, "
                     f"{floor / step:.0%}), whole {figures['whole_s']:.2f} s, {figures['tokens_per_s']:,.0f} tok/s, "

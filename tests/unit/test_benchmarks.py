@@ -6,14 +6,16 @@ import io
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from backend.api import ConfigurationError
-from benchmarks import report, step_cpu
+from benchmarks import compare, fleet, gpu, report, step_cpu
 from benchmarks.compare import Measured, measure, table
 from benchmarks.systems import System, Tokens
 from benchmarks.workload import PROMPTS, Work, mixed, uniform
@@ -91,6 +93,35 @@ def test_a_table_names_the_length_of_its_own_work() -> None:
     (length,) = work.new_tokens
     assert length != 64
     assert f"{length} new tokens" in str(table(work, {}).title)
+
+
+@pytest.mark.parametrize("options", [["--works", "mixed,unknown"], ["--limit", "0"], ["--repetitions", "0"]])
+def test_a_comparison_that_cannot_be_is_refused_before_anything_is_loaded(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--model", "/no/such/model", *options])
+    assert options[0] in capsys.readouterr().err
+
+
+def test_the_floor_is_of_the_layers_that_run() -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    for layers in (1, 2):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                LlamaConfig(**gpu.LLAMA_8B | {"num_hidden_layers": layers}), dtype=torch.bfloat16
+            )
+        read = [m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        assert gpu.weight_bytes(layers) == sum(read)
+        assert gpu.kv_bytes_a_token(layers) == 2 * layers * 8 * 128 * 2
+
+
+def test_the_rate_of_the_fleet_needs_two_moments() -> None:
+    began = datetime(2026, 1, 1, tzinfo=UTC)
+    assert fleet.rate(10, began, began + timedelta(seconds=2)) == 5.0
+    with pytest.raises(RuntimeError, match="--jobs"):
+        fleet.rate(1, began, began)
 
 
 def test_a_system_that_returns_other_counts_is_refused() -> None:
