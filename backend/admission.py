@@ -149,8 +149,9 @@ class Lifecycle:
         self._callbacks: list[Callable[[EngineDeadError], None]] = []
 
     def open(self) -> None:
-        """Take requests from now on."""
-        self._closed = ""
+        """Take requests from now on, unless a shutdown came first."""
+        if self.stop_at is None:
+            self._closed = ""
 
     def close(self, stop_at: float) -> None:
         """Take no more requests, and cut those in hand short at ``stop_at`` or earlier, if asked before."""

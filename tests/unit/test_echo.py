@@ -150,6 +150,14 @@ def test_a_stop_string_ends_it_but_not_before_min_tokens(make: Make) -> None:
     assert (late.text, late.completion_tokens) == ("a b ", 4)
 
 
+def test_a_start_after_the_shutdown_takes_nothing() -> None:
+    backend = EchoBackend(EngineConfig())
+    backend.shutdown(drain=True)
+    backend.start()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        backend.submit(ask())
+
+
 def test_logprobs_are_those_of_certainty(make: Make) -> None:
     result = make().submit(ask(max_tokens=2, logprobs=1)).result(WAIT_S)
     assert result.logprobs is not None
