@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -477,6 +477,3 @@ class Backend(Protocol):
 
     def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
         """Stop. With ``drain`` accepted requests may finish within ``timeout_s``; the rest end as cancelled."""
-
-
-BackendName = Literal["async", "transformers", "echo"]

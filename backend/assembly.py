@@ -36,7 +36,7 @@ from backend.loading import LoadedModel, load_model, unsupported
 from backend.packed_linear import pack_linears
 from backend.rows import RowTable
 from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage, StepForward
-from backend.sampling import SamplingBatch
+from backend.sampling import PenaltyState, SamplingBatch
 from backend.scheduler import Scheduler, StepPlan
 from backend.slots import Slot, SlotLimits, StepInputs, StepLayout, StepShape
 from backend.streams import Streams, make_streams
@@ -196,7 +196,9 @@ def make_core(
 
 def make_cache(config: EngineConfig, loaded: LoadedModel, layers: list[LayerShape]) -> KVCache:
     """The cache, sized by the configuration or by the memory that is free now that the model is loaded."""
-    free_bytes = available_memory(loaded.device)
+    # Penalty rows are made when the first request asks for them: their room stays free until then.
+    reserved = PenaltyState.num_bytes(config.max_num_seqs, loaded.vocab_size)
+    free_bytes = max(0, available_memory(loaded.device) - reserved)
     block_bytes = bytes_per_block(layers, config.block_size, loaded.dtype)
     if config.num_kv_blocks is not None:
         num_blocks = check_num_blocks(config.num_kv_blocks, free_bytes=free_bytes, block_bytes=block_bytes)

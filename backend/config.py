@@ -40,6 +40,7 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
+        le=2**20,
         description="tokens a step computes at most, decode rows included; longer prompts are chunked",
     )
     max_model_len: int | None = Field(

@@ -104,9 +104,10 @@ class PenaltyState:
         ones = torch.ones_like(sampled, dtype=torch.int32)
         self.output_counts.index_put_((target, sampled.clamp(min=0)), ones, accumulate=True)
 
-    def bytes(self) -> int:
-        """Device memory held."""
-        return self.output_counts.nbytes + self.prompt_mask.nbytes
+    @staticmethod
+    def num_bytes(max_rows: int, vocab_size: int) -> int:
+        """Device memory that so many rows take."""
+        return (max_rows + 1) * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
 
 
 class Sampler:

@@ -115,11 +115,6 @@ class Sequence:
         """Known tokens and those in flight."""
         return len(self.prompt_ids) + len(self.output_ids) + self.in_flight
 
-    @property
-    def num_outputs(self) -> int:
-        """Outputs sampled so far, those in flight included: the index of the next one."""
-        return len(self.output_ids) + self.in_flight
-
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens ``start … stop - 1`` of prompt and output."""
         split = len(self.prompt_ids)

@@ -32,10 +32,9 @@ class Finish(NamedTuple):
 class StopCriteria:
     """The token-level rules of one sequence.
 
-    While fewer than ``min_tokens`` tokens exist, end-of-sequence and stop token ids are masked on the device
-    (``banned_ids``), so the first that can end a sequence is token number ``min_tokens + 1``, as with transformers'
-    ``min_new_tokens``. A stop string counts from token number ``min_tokens`` on; one that is complete earlier is
-    ordinary text.
+    While fewer than ``min_tokens`` tokens exist, the ``ending_ids`` are masked on the device, so the first that can
+    end a sequence is token number ``min_tokens + 1``, as with transformers' ``min_new_tokens``. A stop string counts
+    from token number ``min_tokens`` on; one that is complete earlier is ordinary text.
     """
 
     max_new: int  # the length limit, the context limit included
@@ -48,10 +47,6 @@ class StopCriteria:
     def ending_ids(self) -> frozenset[int]:
         """Token ids that end the sequence."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_ids
-
-    def banned_ids(self, output_index: int) -> frozenset[int]:
-        """Token ids to mask when the token ``output_index`` (from 0) is sampled."""
-        return self.ending_ids if output_index < self.min_tokens else frozenset()
 
     def check_token(self, token_id: int, output_index: int) -> Finish | None:
         """Whether the token ``output_index`` (from 0) ends the sequence. A stop wins over the length limit."""

@@ -375,7 +375,7 @@ def test_rows_without_penalties_count_into_the_dummy_row_only() -> None:
     state = PenaltyState(2, 5, CPU)
     state.observe(torch.tensor([-1, 1, 1], dtype=torch.int32), torch.tensor([3, 4, -1]))
     assert state.output_counts.tolist()[:2] == [[0] * 5, [0, 0, 0, 0, 1]]
-    assert state.bytes() == 3 * 5 * 5
+    assert PenaltyState.num_bytes(2, 5) == state.output_counts.nbytes + state.prompt_mask.nbytes == 3 * 5 * 5
 
 
 def test_penalties_need_a_state() -> None:
