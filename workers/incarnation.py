@@ -164,15 +164,13 @@ class Incarnation:
                 return
 
     def _look(self, conn: Connection) -> _Sight:
+        # Owners first: one that registers between the two looks must not seem to be gone.
+        owners = set(conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct()))
         workers = live_workers(conn)
         return _Sight(
             {worker.id: worker.heartbeat for worker in workers},
             {worker.id for worker in workers if worker.state is WorkerState.STARTING},
-            {
-                owner
-                for owner in conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct())
-                if owner is not None
-            },
+            {owner for owner in owners if owner is not None},
             cancelled_running(conn, self.id),
         )
 

@@ -92,6 +92,8 @@ def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None
     request = delivery.request
     try:
         delivery.payload = _payload(request, settings)
+    except RequestError as exc:
+        delivery.error = _without_text(exc)
     except TokenmillError as exc:
         delivery.error = exc
     try:
@@ -99,6 +101,13 @@ def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None
     except InvalidValueError as exc:
         delivery.error = RequestError(str(exc))
         delivery.payload = None
+
+
+def _without_text(error: RequestError) -> RequestError:
+    """The error without the text it complains about: Celery logs it, and a misplaced prompt must not be there."""
+    if error.field in ("model", "payload") or not error.value.startswith(("'", '"', "[", "{", "(")):
+        return error
+    return type(error)(str(error).replace(f" (got {error.value})", "", 1))
 
 
 def _payload(request: GenerateRequest, settings: Settings) -> GeneratePayload:

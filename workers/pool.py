@@ -193,6 +193,16 @@ class EnginePool(BasePool):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------------- apply
 
+    def apply_async(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Delivery | ForeignResult:
+        """Celery's own one logs the arguments at the level debug, with the prompt in them."""
+        return self.on_apply(target, args or (), kwargs, **options)
+
     def on_apply(
         self,
         target: Callable[..., Any],

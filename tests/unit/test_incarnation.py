@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import Connection, event
 
 from backend.api import BackendStats
-from workers.incarnation import DeathWatch, Sampler
+from models_db.base import utcnow
+from models_db.claims import ClaimItem, claim
+from models_db.migrate import upgrade
+from models_db.records import NewJob
+from models_db.session import make_engine
+from models_db.workers import register_worker
+from workers.incarnation import DeathWatch, Incarnation, Sampler, new_worker
+from workers.settings import load_settings
 
 
 def test_dead_is_whose_counter_stands_still_for_long_enough() -> None:
@@ -91,3 +102,31 @@ def test_the_samples_of_a_life_add_up_to_its_counters(growth: list[int]) -> None
         assert sample.active_fraction == 1.0, "never above one, whatever a backend says"
         seen += sample.generated_tokens
     assert seen == total
+
+
+def test_a_worker_that_starts_during_the_look_is_not_gone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'looked.db'}"
+    upgrade(url)
+    engine = make_engine(url)
+    settings = load_settings(database_url=url)
+    me = new_worker(settings)
+    incarnation = Incarnation(settings, me, on_cancel=lambda ids: None, on_dead=lambda error: None)
+    other = replace(new_worker(settings), id="other")
+    looks: list[str] = []
+
+    def after_the_first_look(conn: Connection, *_: object) -> None:
+        if not looks:
+            looks.append("first")
+            register_worker(conn, other)
+            item = ClaimItem(
+                NewJob(id="job", model="m", queue="q", params={}, prompt={}, created_at=utcnow())
+            )
+            claim(conn, [item], other.id, frozenset())
+
+    with engine.begin() as conn:
+        register_worker(conn, me)
+        event.listen(engine, "after_cursor_execute", after_the_first_look)
+        sight = incarnation._look(conn)
+    engine.dispose()
+    assert looks
+    assert sight.owners <= sight.counters.keys()

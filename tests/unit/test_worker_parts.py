@@ -12,13 +12,14 @@ from celery.utils.saferepr import saferepr
 from kombu.utils.json import dumps
 
 from backend.api import ConfigurationError, EngineDeadError, PromptTooLongError, RequestError
+from models_db.base import utcnow
 from models_db.records import StoredResult
 from models_db.tables import JobState
 from workers.actor import Actor
 from workers.app import make_app
 from workers.finaliser import Finaliser, Threads, run_call
-from workers.intake import Call, Delivery
-from workers.pool import Mailbox
+from workers.intake import Call, Delivery, read_delivery
+from workers.pool import EnginePool, Mailbox
 from workers.request import GenerateRequest
 from workers.settings import load_settings
 from workers.tasks import JobExpiredError, JobFailedError, Outcome, ReturnValue, error_of
@@ -139,6 +140,44 @@ def test_a_request_shows_its_model_and_never_its_prompt() -> None:
     shown = f"{request!r} {request.info()} {request.argsrepr} {request.request_dict['argsrepr']}"
     assert "payload for m" in shown
     assert "private" not in shown
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"promt": "private words"},
+        {"messages": "private words"},
+        {"prompt": ["private words"]},
+        {"version": "private words"},
+    ],
+)
+def test_a_refused_payload_is_described_without_its_text(fields: dict[str, Any]) -> None:
+    request, _ = request_of(Message([[{"model": "smollm2"} | fields], {}, {}]))
+    delivery = Delivery(request=request)
+    read_delivery(delivery, load_settings(), utcnow())
+    assert isinstance(delivery.error, RequestError)
+    assert next(iter(fields)) in str(delivery.error)
+    assert "private" not in str(delivery.error)
+
+
+def test_a_refused_number_or_model_is_still_shown() -> None:
+    for fields, shown in (
+        ({"prompt": "x", "top_p": 7}, "got 7"),
+        ({"prompt": "x", "model": "other"}, "'other'"),
+    ):
+        request, _ = request_of(Message([[{"model": "smollm2"} | fields], {}, {}]))
+        delivery = Delivery(request=request)
+        read_delivery(delivery, load_settings(), utcnow())
+        assert shown in str(delivery.error)
+
+
+def test_the_pool_logs_no_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    pool = EnginePool(1, app=make_app(load_settings()))
+    pool._does_debug = True
+    pool._threads = Threads(1)
+    with caplog.at_level("DEBUG"):
+        pool.apply_async(print, ("another.task", "a private prompt"))
+    assert "private" not in caplog.text
 
 
 def test_an_acknowledgement_before_the_commit_is_only_a_wish() -> None:
