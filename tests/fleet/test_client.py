@@ -14,7 +14,8 @@ from celery import Celery
 from sqlalchemy import func, select
 
 from backend.api import RequestError, UnknownModelError
-from models_db.errors import IdempotencyConflictError, SchemaError, UnknownJobError
+from models_db import jobs
+from models_db.errors import DatabaseUnavailableError, IdempotencyConflictError, SchemaError, UnknownJobError
 from models_db.session import reading
 from models_db.tables import Job, JobState
 from tests.fleet.echo_fleet import echo_fleet
@@ -145,6 +146,18 @@ def test_an_accepted_job_survives_a_redis_that_is_away(fleet: Demo) -> None:
         assert not job.published
         status = job.status()
     assert (status.state, status.published_at) == (JobState.QUEUED, None)
+
+
+def test_a_published_job_keeps_its_id_when_the_database_goes_before_it_is_marked(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise DatabaseUnavailableError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "mark_published", away)
+        job = client.submit("still here", max_tokens=2)
+    assert job.wait(30).completion_tokens == 2
 
 
 def test_without_a_database_redis_alone_carries_the_job(fleet: Demo, client: Client) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine
 
 from backend.api import MAX_SEED, ConfigurationError
 from models_db import jobs
-from models_db.errors import UnknownJobError
+from models_db.errors import DatabaseError, UnknownJobError
 from models_db.ids import uuid7
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
 from models_db.migrate import check_schema
@@ -188,7 +188,11 @@ class Client:
             log.warning("%d accepted job(s) wait in SQL to be published: %s", len(accepted), error)
             return False
         ids = [job.id for job in accepted]
-        self._write("submit", lambda connection: jobs.mark_published(connection, ids))
+        try:
+            self._write("submit", lambda connection: jobs.mark_published(connection, ids))
+        except DatabaseError as error:
+            # They are stored and on their way; an error here would make the caller submit them again.
+            log.warning("%d published job(s) are not marked as published: %s", len(accepted), error)
         return True
 
     def _submission(self, request: Mapping[str, Any]) -> Submission:
