@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import Engine
 
 import migrations
@@ -33,8 +36,10 @@ def upgrade(url: str, revision: str = "head") -> None:
     Raises:
         DatabaseUrlError: the URL is unreadable.
         DatabaseUnavailableError: the database does not answer.
+        SchemaError: the revision, or the one that the database is at, is unknown here or lies the other way.
     """
-    command.upgrade(alembic_config(url), revision)
+    with _named_errors(revision):
+        command.upgrade(alembic_config(url), revision)
 
 
 def downgrade(url: str, revision: str) -> None:
@@ -43,8 +48,27 @@ def downgrade(url: str, revision: str) -> None:
     Raises:
         DatabaseUrlError: the URL is unreadable.
         DatabaseUnavailableError: the database does not answer.
+        SchemaError: the revision, or the one that the database is at, is unknown here or lies the other way.
     """
-    command.downgrade(alembic_config(url), revision)
+    with _named_errors(revision):
+        command.downgrade(alembic_config(url), revision)
+
+
+@contextmanager
+def _named_errors(revision: str) -> Iterator[None]:
+    """Alembic's complaints as ours."""
+    try:
+        yield
+    except CommandError as exc:
+        raise SchemaError(
+            f"cannot migrate to revision {revision!r}: {exc}. Known revisions: base, {', '.join(_known())}, head"
+        ) from exc
+
+
+def _known() -> list[str]:
+    """All revisions of this version, oldest first."""
+    script = ScriptDirectory.from_config(alembic_config())
+    return [step.revision for step in script.walk_revisions()][::-1]
 
 
 def check_differences(url: str) -> None:
@@ -81,13 +105,12 @@ def check_schema(engine: Engine) -> None:
     if current == head:
         return
     where = redact(engine.url)
-    known = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
     if current is None:
         raise SchemaError(
             f"database {where} is not migrated: it has no revision, and {head} is needed. "
             "Run `tokenmill db upgrade`"
         )
-    if current not in known:
+    if current not in _known():
         raise SchemaError(
             f"database {where} is at revision {current}, which this version does not know (its own is {head}). "
             "Upgrade tokenmill on this host: pip install --upgrade tokenmill"

@@ -75,4 +75,12 @@ def _connect(url: str) -> redis.Redis:
     if scheme == "redis+socket":
         url = "unix" + url.removeprefix("redis+socket").replace("virtual_host=", "db=")
     # Without time limits a lost network would hang the web request that submits.
-    return redis.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+    try:
+        made = redis.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        made.connection_pool.connection_class(**made.connection_pool.connection_kwargs)  # not connected yet
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"broker_url (TOKENMILL_BROKER_URL): {redact_url(url)} cannot be used: {redact_text(str(error))}. "
+            "Use one like redis://127.0.0.1:6379/0"
+        ) from None
+    return made

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from sqlalchemy import Connection, select
 
-from backend.api import ConfigurationError
+from backend.api import ConfigurationError, RequestError
 from models_db import batches, jobs
 from models_db.batches import BatchProgress
 from models_db.errors import UnknownBatchError
@@ -105,7 +105,7 @@ def open_input(path: str) -> Iterator[IO[bytes]]:
     """The input, seekable; ``-`` is standard input, kept in a temporary file.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        RequestError: it cannot be read.
     """
     if path == _STDIN:
         with tempfile.TemporaryFile() as kept:
@@ -117,8 +117,8 @@ def open_input(path: str) -> Iterator[IO[bytes]]:
         with open(path, "rb") as file:
             yield file
     except OSError as error:
-        raise ConfigurationError(
-            f"INPUT: {path} cannot be read ({error.strerror}). Correct the path"
+        raise RequestError(
+            f"{path} cannot be read ({error.strerror})", field="INPUT", fix="Correct the path"
         ) from error
 
 
@@ -137,14 +137,14 @@ def validate_source(path: str, file: IO[bytes], options: LineOptions) -> tuple[B
 
     Raises:
         BulkInputError: names each bad line (the first few of many).
-        ConfigurationError: the file holds no line.
+        RequestError: the file holds no line.
     """
     sha256 = digest(file)
     found = validate(file, options)
     if found.num_errors:
         raise BulkInputError(path, found.errors, found.num_errors)
     if not found.lines:
-        raise ConfigurationError(f"INPUT: {path} holds no line. Give one JSON object a line")
+        raise RequestError(f"{path} holds no line", field="INPUT", fix="Give one JSON object a line")
     source = BulkSource(
         path=path if path == _STDIN else str(Path(path).absolute()),
         sha256=sha256,
@@ -280,6 +280,8 @@ class BulkRunner:
             log.warning("%d job(s) of the batch still wait to be published: %s", len(ready), error)
             return
         transaction(self._engine, lambda conn: jobs.mark_published(conn, list(ready)))
+        if len(ids) == _CHUNK:
+            self._next_republish = now  # there may be more
 
 
 def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:

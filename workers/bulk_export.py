@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from sqlalchemy import Connection
 
-from backend.api import ConfigurationError
+from backend.api import RequestError
 from models_db.batches import BatchRow, iter_batch_rows
 from models_db.tables import JobState
 from workers.bulk_input import CarriedLine, read_carried
@@ -43,18 +43,28 @@ def check_output(output: Path, source: Path | None = None) -> None:
     """Find out before the work whether the output can be written.
 
     Raises:
-        ConfigurationError: its folder is missing or not writable, it is a folder, or it is the input itself.
+        RequestError: its folder is missing or not writable, it is no plain file, or it is the input itself.
     """
+
+    def refused(why: str, fix: str) -> RequestError:
+        return RequestError(f"{output} {why}", field="--output", fix=fix)
+
+    if str(output) == "-":
+        raise refused("would be standard output, and failures go beside the answers", "Name a file")
     folder = output.absolute().parent
     if not folder.is_dir():
-        raise ConfigurationError(f"--output: the folder {folder} does not exist. Make it: mkdir -p {folder}")
+        raise refused(f"needs the folder {folder}, which does not exist", f"Make it: mkdir -p {folder}")
     if output.is_dir():
-        raise ConfigurationError(f"--output: {output} is a folder. Name a file in it")
-    if not os.access(folder, os.W_OK):
-        raise ConfigurationError(f"--output: the folder {folder} is not writable. Choose another one")
+        raise refused("is a folder", "Name a file in it")
     targets = (output.resolve(), errors_path_for(output).resolve())
+    for target in targets:
+        # The finished file takes the place of what is there, and a device must not be lost to that.
+        if target.exists() and not target.is_file():
+            raise refused(f"would replace {target}, which is no plain file", "Choose another name")
+    if not os.access(folder, os.W_OK):
+        raise refused(f"lies in the folder {folder}, which is not writable", "Choose another one")
     if source is not None and source.resolve() in targets:
-        raise ConfigurationError(f"--output: {output} would overwrite the input. Choose another name")
+        raise refused("would overwrite the input", "Choose another name")
 
 
 def export_batch(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, func, select
 
-from backend.api import ConfigurationError, TokenmillError
+from backend.api import ConfigurationError, RequestError, TokenmillError
 from models_db import migrate
 from models_db.batches import BatchProgress
 from models_db.session import make_engine, reading
@@ -88,7 +88,7 @@ class Demo:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not prompts.is_file():
-            raise ConfigurationError(f"--prompts: {prompts} does not exist. Give a JSONL file")
+            raise RequestError(f"{prompts} does not exist", field="--prompts", fix="Give a JSONL file")
         self.folder = folder.absolute()
         self.prompts = prompts
         self.backend = backend
@@ -117,10 +117,22 @@ class Demo:
         return self._settings
 
     def start_services(self) -> str:
-        """Start Redis and make the tables; returns the broker's URL."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for suffix in ("", "-wal", "-shm"):
-            Path(f"{self.database}{suffix}").unlink(missing_ok=True)
+        """Start Redis and make the tables; returns the broker's URL.
+
+        Raises:
+            RequestError: the folder cannot be made or written to.
+            ConfigurationError: there is no Redis server to start.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self.database}{suffix}").unlink(missing_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"{self.folder} cannot be used ({error.strerror})",
+                field="--folder",
+                fix="Name a folder that can be made and written to",
+            ) from error
         server = self._cleanup.enter_context(PrivateRedis(self.folder))
         self._settings = load_settings(
             broker_url=server.url,

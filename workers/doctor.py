@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,7 @@ from models_db.migrate import check_schema
 from models_db.session import make_engine, reading
 from models_db.workers import live_workers
 from workers.broker import Broker
-from workers.settings import Settings, redact_url
+from workers.settings import Settings, misspelt_variables, redact_url
 
 _OLDEST_REDIS = (6, 2)
 _TORCH_PACKAGES = ("torch", "transformers", "numpy")
@@ -46,9 +46,13 @@ class Finding:
         return asdict(self)
 
 
-def examine(settings: Settings, broker: Broker | None = None) -> Iterator[Finding]:
+def examine(
+    settings: Settings, broker: Broker | None = None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
     """Every finding, in the order of a job's way: settings, Redis, database, schema, workers, model, device."""
     yield Finding("settings", Health.OK, f"backend {settings.backend}, model {settings.model}")
+    for variable, meant in misspelt_variables(environ).items():
+        yield Finding("settings", Health.WARNING, f"{variable} is no setting", f"Did you mean {meant}?")
     yield from _redis(settings, broker or Broker(settings.broker_url))
     yield from _database(settings)
     yield from _model(settings)

@@ -7,6 +7,7 @@ imports torch or Celery.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
@@ -28,10 +29,13 @@ ENV_PREFIX = "TOKENMILL_"
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG_FILE = "tokenmill.toml"
 
+# Read elsewhere: workers.private_redis, backend.model_source.
+_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "TOKENMILL_REDIS_SERVER", "TOKENMILL_CACHE_DIR"})
+
 _HIDDEN = "***"
 _SECRET_QUERY = re.compile(r"pass|secret|token|key$|credential", re.IGNORECASE)
 _URL_CREDENTIALS = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/@]*)@", re.I
+    r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/]*)@", re.I
 )
 
 
@@ -60,6 +64,11 @@ def redact_url(url: str) -> str:
 def redact_text(text: str) -> str:
     """Any text with the passwords of the URLs inside it as ``***``; for errors of other libraries."""
     return _URL_CREDENTIALS.sub(rf"\g<scheme>\g<user>:{_HIDDEN}@", text)
+
+
+def _is_redis_address(parts: SplitResult) -> bool:
+    """Whether port and database are numbers: redis-py would take database 0 for any other path."""
+    return parts.port != 0 and re.fullmatch(r"/?\d*", parts.path) is not None
 
 
 class _FlatEngineEnv(PydanticBaseSettingsSource):
@@ -189,7 +198,15 @@ class Settings(BaseSettings):
     @classmethod
     def _redis_url(cls, value: str | None) -> str | None:
         schemes = ("redis", "rediss", "redis+socket", "sentinel")
-        if value is not None and urlsplit(value).scheme not in schemes:
+        if value is None:
+            return value
+        try:
+            parts = urlsplit(value)
+            plain = parts.scheme in ("redis", "rediss")  # the others may name several hosts, or a file
+            usable = parts.scheme in schemes and (not plain or _is_redis_address(parts))
+        except ValueError:  # a port that is no number, or out of range
+            usable = False
+        if not usable:
             raise ValueError("must be a Redis URL such as redis://127.0.0.1:6379/0")
         return value
 
@@ -265,6 +282,22 @@ class Settings(BaseSettings):
     def headroom(self, slots: int) -> int:
         """Deliveries to hold beyond ``slots`` running ones, so that a slot never waits for a commit."""
         return max(8, slots // 4) if self.prefetch_headroom is None else self.prefetch_headroom
+
+
+def misspelt_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are no settings but look like one, with the one that may be meant.
+
+    They are no errors: a cluster's own services and plug-in backends may put names with our prefix there.
+    """
+    known = {name.upper() for name in Settings.model_fields}
+    found = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in known or variable in _OTHER_VARIABLES or name.startswith("ENGINE_"):
+            continue  # a wrong name of the engine's is refused when the settings are read
+        if meant := difflib.get_close_matches(name, known, n=1):
+            found[variable] = ENV_PREFIX + meant[0]
+    return found
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -225,6 +225,36 @@ def test_doctor_names_what_is_broken_and_how_to_mend_it(tmp_path: Path) -> None:
     assert "hunter2" not in done.output
 
 
+def test_doctor_finds_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch, database_url: str) -> None:
+    monkeypatch.setenv("TOKENMILL_BROKR_URL", "redis://elsewhere/0")
+    done = run("doctor", "--broker-url", DEAD_REDIS, "--database-url", database_url)
+    assert "TOKENMILL_BROKR_URL is no setting" in done.stdout
+    assert "Did you mean TOKENMILL_BROKER_URL?" in done.stdout
+
+
+@pytest.mark.parametrize("direction", ["upgrade", "downgrade"])
+def test_an_unknown_revision_is_named_with_the_known_ones(direction: str, database_url: str) -> None:
+    yes = ["--yes"] if direction == "downgrade" else []
+    done = run("db", direction, "nonsense", *yes, "--database-url", database_url)
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert "revision 'nonsense'" in done.stderr
+    assert migrate.head_revision() in done.stderr
+
+
+def test_a_broker_url_with_an_unknown_option_is_named(database_url: str) -> None:
+    done = run("submit", "x", "--broker-url", f"{DEAD_REDIS}?speed=9", "--database-url", database_url)
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert "TOKENMILL_BROKER_URL" in done.stderr
+    assert "speed" in done.stderr
+
+
+def test_a_demo_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("demo", "--backend", "echo", "--folder", str(tmp_path / "file" / "folder"))
+    assert done.exit_code == ExitCode.USAGE
+    assert "folder cannot be used (Not a directory)" in done.stderr
+
+
 def test_bulk_refuses_bad_input_before_it_starts(tmp_path: Path, database_url: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"custom_id": "a", "prompt": "x"}\n{"custom_id": "a", "prompt": "y"}\n{"prompt": \n')
@@ -245,6 +275,8 @@ def test_bulk_refuses_bad_input_before_it_starts(tmp_path: Path, database_url: s
         ("good.jsonl", "no/such/folder/out.jsonl", "does not exist"),
         ("good.jsonl", "good.jsonl", "would overwrite the input"),
         ("good.jsonl", ".", "is a folder"),
+        ("good.jsonl", "/dev/null", "is no plain file"),
+        ("good.jsonl", "-", "would be standard output"),
     ],
 )
 def test_bulk_checks_its_files_first(
@@ -254,7 +286,7 @@ def test_bulk_checks_its_files_first(
     (tmp_path / "good.jsonl").write_text('{"custom_id": "a", "prompt": "x"}\n')
     arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]
     done = run("bulk", "run", source, "-o", output, *arguments)
-    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert done.exit_code == ExitCode.USAGE
     assert message in done.stderr
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import ConfigurationError
-from workers.settings import Settings, load_settings, redact_text, redact_url
+from workers.settings import Settings, load_settings, misspelt_variables, redact_text, redact_url
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,9 @@ def test_a_list_in_the_environment_is_comma_separated(monkeypatch: pytest.Monkey
     [
         ({"borker_url": "x"}, "borker_url"),
         ({"broker_url": "amqp://u:hunter2@h"}, "TOKENMILL_BROKER_URL"),
+        ({"broker_url": "redis://h:port/0"}, "TOKENMILL_BROKER_URL"),
+        ({"broker_url": "redis://h:99999/0"}, "TOKENMILL_BROKER_URL"),
+        ({"broker_url": "redis://h/zero"}, "TOKENMILL_BROKER_URL"),
         ({"database_url": "tokenmill.db"}, "TOKENMILL_DATABASE_URL"),
         ({"dead_after_s": 2, "heartbeat_interval_s": 1}, "dead_after_s"),
         ({"visibility_timeout_s": 3, "lease_interval_s": 2}, "visibility_timeout_s"),
@@ -144,3 +147,35 @@ def test_reading_settings_imports_neither_torch_nor_celery() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://h:1/",
+        "rediss://u:p%2Fw@[::1]:6379/15?ssl_cert_reqs=none",
+        "redis+socket:///run/redis.sock",
+        "sentinel://a:1;sentinel://b:2",
+    ],
+)
+def test_every_kind_of_redis_url_is_accepted(url: str) -> None:
+    assert load_settings(broker_url=url).broker_url == url
+
+
+def test_a_password_with_an_at_sign_is_hidden_in_any_text() -> None:
+    assert redact_text(f"no answer from redis://u:x@{SECRET}@host:1/0, again") == (
+        "no answer from redis://u:***@host:1/0, again"
+    )
+
+
+def test_variables_that_look_like_a_setting_are_found() -> None:
+    environ = {
+        "TOKENMILL_BROKR_URL": "x",
+        "TOKENMILL_BROKER_URL": "x",
+        "TOKENMILL_CONFIG": "x",
+        "TOKENMILL_ENGINE_BLOCK_SIZE": "8",
+        "TOKENMILL_SERVICE_PORT_8080_TCP": "x",
+        "BROKR_URL": "x",
+    }
+    assert misspelt_variables(environ) == {"TOKENMILL_BROKR_URL": "TOKENMILL_BROKER_URL"}

@@ -133,7 +133,8 @@ def run(
         with Interruptible() as signals:
             runner, show = _runner(client, in_flight, signals)
             batch_id = runner.create(name or Path(source).name, made)
-            _notice(f"Batch {batch_id}: {made.lines:,} lines for {defaults['model']}.")
+            count = "1 line" if made.lines == 1 else f"{made.lines:,} lines"
+            _notice(f"Batch {batch_id}: {count} for {defaults['model']}.")
             _work(client, runner, show, batch_id, made, file, output)
 
 
