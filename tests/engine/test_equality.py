@@ -156,7 +156,7 @@ def test_every_family_in_any_scenario_equals_generate(any_model: TinyModel, scen
     expect_greedy(any_model, driver, sequences)
 
 
-@settings(_SETTINGS, max_examples=120)
+@settings(_SETTINGS, max_examples=200)
 @given(scenario=scenarios())
 def test_any_scenario_equals_generate(llama: TinyModel, scenario: Scenario) -> None:
     driver, sequences = play(llama, scenario)

@@ -201,7 +201,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=400,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
