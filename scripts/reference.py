@@ -30,7 +30,7 @@ _MORE = {  # what a field means where its class leaves that to the name
     "token_ids": "the prompt as token ids",
     "tenant": "whom the job is for; stored with it",
     "custom_id": "your own name for it; unique in its batch",
-    "stream": "accepted for later: streaming is not there yet",
+    "stream": "not there yet: true is refused",
 }
 _MARKERS = "<!-- {name}: written by scripts/reference.py -->\n", "<!-- end of {name} -->"
 
