@@ -34,7 +34,7 @@ def decode_buckets(max_rows: int) -> list[int]:
 
 
 def token_buckets(max_tokens: int) -> list[int]:
-    """Token counts that steps with prefill are padded to: each a quarter to a half larger than the one before."""
+    """Token counts that steps with prefill are padded to: each a third or a half larger than the one before."""
     sizes, size = [], 32
     while size < max_tokens:
         sizes += [size, size + size // 2] if size + size // 2 < max_tokens else [size]
@@ -83,7 +83,6 @@ class GraphRunner:
         self._slots: tuple[Slot, ...] = ()
         self._workspace: SampleWorkspace | None = None
         self.pool_bytes = 0
-        self.capture_s = 0.0
 
     @property
     def num_graphs(self) -> int:
@@ -137,11 +136,10 @@ class GraphRunner:
             self._captured[key] = CapturedStep(graph, logits)
         streams.synchronize()
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
-        self.capture_s = time.perf_counter() - began
         logger.info(
             "%d CUDA graphs captured in %.1f s, %.0f MiB",
             len(self._captured),
-            self.capture_s,
+            time.perf_counter() - began,
             self.pool_bytes / MIB,
         )
 
