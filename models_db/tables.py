@@ -164,6 +164,8 @@ class Job(Base):
     attempt: Mapped[int] = mapped_column(Integer)  # number of the latest attempt, 0 before the first
     owner: Mapped[str | None] = mapped_column(ForeignKey("worker.id"))  # who runs it now
     cancel_requested: Mapped[bool] = mapped_column(Boolean)
+    deaths: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # of workers that had it in flight
+    solo_deaths: Mapped[int] = mapped_column(SmallInteger, server_default="0")  # those that ran nothing else
     created_at: Mapped[datetime] = mapped_column(UTCDateTime)
     published_at: Mapped[datetime | None] = mapped_column(UTCDateTime)
     started_at: Mapped[datetime | None] = mapped_column(UTCDateTime)  # of the latest attempt
@@ -190,7 +192,7 @@ class Job(Base):
         CheckConstraint("priority BETWEEN 0 AND 9", name="priority"),
         Index(None, "batch_id", "position"),  # export in input order
         Index(None, "batch_id", "state"),  # progress of a batch
-        Index(None, "state", "published_at"),  # queued rows without a delivery
+        Index(None, "state", "queue", "deaths"),  # what waits: to compare with the lists, and the suspects
         Index(None, "owner"),  # what a worker runs: cancels, take-over from the dead
         Index(None, "finished_at"),  # throughput history, retention
         MARIADB_TABLE,
@@ -246,6 +248,36 @@ class Result(Base):
             "choice >= 0 AND prompt_tokens >= 0 AND completion_tokens >= 0 AND cached_tokens >= 0",
             name="counts",
         ),
+        MARIADB_TABLE,
+    )
+
+
+class FleetLock(Base):
+    """Who of the fleet does what only one may do at a time. A lock of a dead worker may be taken."""
+
+    __tablename__ = "fleet_lock"
+
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    owner: Mapped[str | None] = mapped_column(Uuid)  # a worker incarnation
+    taken_at: Mapped[datetime | None] = mapped_column(UTCDateTime)
+
+    __table_args__ = (MARIADB_TABLE,)
+
+
+class DeadLetter(Base):
+    """A message of a queue that no worker could read, kept with the reason instead of being dropped."""
+
+    __tablename__ = "dead_letter"
+
+    id: Mapped[str] = mapped_column(Uuid, primary_key=True)
+    queue: Mapped[str] = mapped_column(String(255))
+    received_at: Mapped[datetime] = mapped_column(UTCDateTime)
+    worker_id: Mapped[str] = mapped_column(Uuid)
+    reason: Mapped[str] = mapped_column(LongText)
+    message: Mapped[str] = mapped_column(LongText)  # JSON as Redis held it: body, headers, properties
+
+    __table_args__ = (
+        Index(None, "received_at"),
         MARIADB_TABLE,
     )
 
