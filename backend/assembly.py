@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backend.api import MAX_LOGPROBS
+from backend.api import MAX_LOGPROBS, UnsupportedModelError
 from backend.attention.interface import (
     ATTENTION_NAME,
     STEP_ARGUMENT,
@@ -80,14 +80,13 @@ def build_engine(
     probe = probe_layers(loaded)
     native = native_logits(loaded)
     kernel = choose_kernel(config, loaded, probe)
-    forward = choose_forward(config, loaded, probe, kernel)
-    verify_paged(loaded, probe.layers, native, forward, config.block_size)
+    forward = verified_forward(config, loaded, probe, kernel, native)
     if loaded.device.type == "cpu":
         logger.info("%d linear layers packed for this CPU", pack_linears(loaded.model))
     cache = make_cache(config, loaded, probe.layers)
     sampling = SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=config.max_num_seqs)
     runner: ModelRunner | GraphRunner = ModelRunner(forward, cache, sampling)
-    if loaded.device.type == "cuda" and config.cuda_graphs:
+    if config.cuda_graphs and can_capture(loaded, probe.layers, kernel, forward, config.block_size):
         runner = GraphRunner(
             forward,
             cache,
@@ -146,6 +145,62 @@ def choose_forward(
     return ModuleForward(loaded.model, kernel)
 
 
+def verified_forward(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    probe: ProbeStep,
+    kernel: AttentionKernel,
+    native: torch.Tensor,
+) -> StepForward:
+    """The way through the layers that ``choose_forward`` names, or the model's own modules where its logits differ.
+
+    Raises:
+        UnsupportedModelError: the modules' logits on the paged cache differ from the model's own as well.
+    """
+    forward = choose_forward(config, loaded, probe, kernel)
+    if not isinstance(forward, ModuleForward):
+        try:
+            verify_paged(loaded, probe.layers, native, forward, config.block_size)
+            return forward
+        except UnsupportedModelError as exc:
+            # Parts that look like a pattern's may compute something else, a rotation of some layers only for one.
+            logger.info("the model runs through its own modules: fused, %s", exc)
+            forward = ModuleForward(loaded.model, kernel)
+    verify_paged(loaded, probe.layers, native, forward, config.block_size)
+    return forward
+
+
+@torch.inference_mode()
+def can_capture(
+    loaded: LoadedModel,
+    layers: list[LayerShape],
+    kernel: AttentionKernel,
+    forward: StepForward,
+    block_size: int,
+) -> bool:
+    """Whether CUDA graphs can hold a forward pass: nothing in it depends on lengths that only the host knows, and
+    nothing waits for the device, as some mixtures of experts and rotary embeddings do."""
+    if loaded.device.type != "cuda":
+        return False
+    if kernel.name != "triton":
+        logger.warning("steps run without CUDA graphs, since attention runs on PyTorch's operators")
+        return False
+    cache = KVCache(layers, num_blocks=1, block_size=block_size, dtype=loaded.dtype, device=loaded.device)
+    inputs, shape = _single_row(0, 1, block_size, loaded.device, decode=True)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward(torch.zeros_like(inputs.input_ids), inputs, shape, cache)
+    except RuntimeError as exc:
+        if "synchronizing" not in str(exc):
+            raise
+        logger.warning("steps run without CUDA graphs, since the model's layers wait for the device")
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True
+
+
 def make_core(
     config: EngineConfig,
     *,
@@ -159,7 +214,7 @@ def make_core(
     layout: Callable[[StepPlan], StepLayout | None] | None = None,
 ) -> EngineCore:
     """The host side of an engine around any runner; tests and benchmarks give it a stub."""
-    streams = streams or make_streams(device)
+    streams = streams or make_streams(device, config.debug_delay)
     allocator = BlockAllocator(num_blocks, prefix_cache=config.prefix_cache)
     scheduler = Scheduler(
         allocator,
@@ -179,6 +234,7 @@ def make_core(
         Slot(limits, device, streams, poison=config.debug_poison),
         Slot(limits, device, streams, poison=config.debug_poison),
     )
+    streams.join_others()  # weights, cache and buffers were made on the default stream
     return EngineCore(
         scheduler=scheduler,
         allocator=allocator,

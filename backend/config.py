@@ -64,6 +64,12 @@ class EngineConfig(BaseModel):
     debug_poison: bool = Field(
         False, description="overwrite released I/O buffers, so that a use after release shows"
     )
+    debug_delay: str | None = Field(
+        None,
+        pattern=r"^(h2d|compute|d2h):[0-9]{1,6}$",
+        description="'h2d:300' holds each step's work on that stream (h2d, compute or d2h) up for 300 µs, so that "
+        "a missing wait shows",
+    )
 
     echo_tokens_per_s: float | None = Field(
         None, gt=0, description="speed of the echo backend, a request; unlimited when unset"

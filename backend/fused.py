@@ -87,7 +87,7 @@ class FusedDecoder:
         *,
         max_model_len: int,
     ) -> None:
-        """Fuse the weights of ``model``, layer by layer, freeing the originals as it goes.
+        """Fuse the weights of ``model``, layer by layer, replacing the originals as it goes.
 
         Raises:
             UnfitModelError: nothing has been changed.
@@ -215,7 +215,8 @@ def _fits(layer: nn.Module, pattern: Pattern) -> bool:
 
 
 def fuse_layer(layer: nn.Module, pattern: Pattern, params: AttentionParams) -> FusedLayer:
-    """Build one fused layer and free the weights that it replaces, so that both never exist for the whole model."""
+    """Build one fused layer. The modules' own weights become views of it, so that they neither take memory twice nor
+    stop to work."""
     attention, mlp = getattr(layer, pattern.attention), getattr(layer, pattern.mlp)
     projections = [getattr(attention, name) for name in (pattern.query, pattern.key, pattern.value)]
     gates = [getattr(mlp, pattern.gate), getattr(mlp, pattern.up)]
@@ -234,8 +235,10 @@ def fuse_layer(layer: nn.Module, pattern: Pattern, params: AttentionParams) -> F
         down=getattr(mlp, pattern.down).weight,
         attention=params,
     )
-    for module in (*projections, *gates):
-        module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+    for modules, matrix in ((projections, fused.qkv), (gates, fused.gate_up)):
+        parts = matrix.split([module.weight.shape[0] for module in modules])
+        for module, part in zip(modules, parts, strict=True):
+            module.weight = nn.Parameter(part, requires_grad=False)
     return fused
 
 

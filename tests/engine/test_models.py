@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import socket
 import time
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from backend import loading, model_source
+from backend import assembly, loading, model_source
 from backend.api import ConfigurationError, UnsupportedModelError
-from backend.assembly import build_engine, native_logits, verify_paged
+from backend.assembly import build_engine, native_logits, probe_layers, verified_forward, verify_paged
 from backend.attention.sdpa import SdpaKernel
 from backend.config import EngineConfig
+from backend.fused import find_pattern, fuse_layer
 from backend.loading import LoadedModel, load_model
 from backend.model_source import resolve_model
 from backend.runner import ModuleForward
@@ -319,3 +321,49 @@ def test_no_room_for_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loading, "available_memory", lambda _device: 5000)
     with pytest.raises(ConfigurationError, match=r"MiB for its weights in float32, but .* free"):
         load(folder)
+
+
+# --------------------------------------------------------------------------------------------------- fused or modules
+
+
+def test_fused_weights_leave_the_modules_at_work(folder: Path) -> None:
+    """They are views of the fused matrices: a model that turns out not to fit can still run through its modules."""
+    loaded = load(folder, dtype="float32")
+    before = native_logits(loaded)
+    layers = loaded.model.model.layers
+    pattern = find_pattern(layers, loaded.model.config)
+    for layer, params in zip(layers, probe_layers(loaded).params, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        originals = [m.weight.clone() for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        fused = fuse_layer(layer, pattern, params)
+        assert torch.equal(fused.qkv, torch.cat(originals))
+        for modules, matrix in (
+            ((attention.q_proj, attention.k_proj, attention.v_proj), fused.qkv),
+            ((mlp.gate_proj, mlp.up_proj), fused.gate_up),
+        ):
+            assert torch.equal(torch.cat([m.weight for m in modules]), matrix)
+            storage = matrix.untyped_storage().data_ptr()
+            assert all(m.weight.untyped_storage().data_ptr() == storage for m in modules)
+    assert torch.equal(native_logits(loaded), before)
+
+
+def test_fused_layers_that_compute_something_else_give_way_to_the_modules(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama")
+    kernel = SdpaKernel()
+    modules = ModuleForward(model.loaded.model, kernel)
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        return modules(*arguments) * 1.1
+
+    native = native_logits(model.loaded)
+    config = EngineConfig(block_size=4)
+    monkeypatch.setattr(assembly, "choose_forward", lambda *_arguments: wrong)
+    with caplog.at_level(logging.INFO, "backend.assembly"):
+        forward = verified_forward(config, model.loaded, probe_layers(model.loaded), kernel, native)
+    assert isinstance(forward, ModuleForward)
+    assert "differ from its own" in caplog.text
+    monkeypatch.setattr(assembly, "choose_forward", lambda *_arguments: modules)
+    with pytest.raises(UnsupportedModelError):
+        verified_forward(config, model.loaded, probe_layers(model.loaded), kernel, native + 100)
