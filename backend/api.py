@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -351,6 +352,8 @@ class GenerationHandle:
         self._on_cancel = on_cancel
         self.future.add_done_callback(self._after_future)
         self._chunks: queue.SimpleQueue[Any] | None = queue.SimpleQueue() if request.stream else None
+        self._forwarding = threading.Lock()
+        self._receiver: Callable[[TokenChunk], None] | None = None
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the result; raises the request's error, or ``TimeoutError`` after ``timeout`` seconds."""
@@ -376,12 +379,34 @@ class GenerationHandle:
                 return
             yield item
 
+    def forward(self, receive: Callable[[TokenChunk], None]) -> None:
+        """Give every chunk to ``receive`` instead of ``stream``, those that are there already at once.
+
+        Later ones come on the backend's thread, so ``receive`` must neither block nor raise. All of them come before
+        the future is done. Only for requests with ``stream=True``.
+        """
+        if self._chunks is None:
+            raise RequestError("was not set on this request", field="stream", fix="Submit with stream=True")
+        with self._forwarding:  # no later chunk may overtake the ones that waited
+            while not self._chunks.empty():
+                item = self._chunks.get()
+                if item is _END:
+                    self._chunks.put(_END)
+                    break
+                receive(item)
+            self._receiver = receive
+
     # ------------------------------------------------------------------------------------- the backend's side
 
     def push(self, chunk: TokenChunk) -> None:
         """Hand a chunk to the stream; ignored when the request does not stream."""
-        if self._chunks is not None:
-            self._chunks.put(chunk)
+        if self._chunks is None:
+            return
+        with self._forwarding:
+            if self._receiver is not None:
+                self._receiver(chunk)
+            else:
+                self._chunks.put(chunk)
 
     def finish(self, result: GenerationResult) -> None:
         """Deliver the result; a second outcome is ignored."""

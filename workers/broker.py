@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
+import redis.asyncio
 
 from backend.api import ConfigurationError, TokenmillError
 from workers.payload import publish
@@ -65,7 +66,29 @@ class Broker:
         self._redis.close()
 
 
-def _connect(url: str) -> redis.Redis:
+def stream_connection(url: str) -> redis.Redis:
+    """A connection that reads or writes token streams, as text.
+
+    Raises:
+        ConfigurationError: the URL is of a kind that only workers can use.
+    """
+    return _connect(url, decode_responses=True, protocol=2)
+
+
+def async_stream_connection(url: str) -> redis.asyncio.Redis:
+    """As ``stream_connection``, for asyncio."""
+    _connect(url)  # says what is wrong with it
+    made: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
+        _plain_url(url),
+        socket_timeout=_TIMEOUT_S,
+        socket_connect_timeout=_TIMEOUT_S,
+        decode_responses=True,
+        protocol=2,
+    )
+    return made
+
+
+def _plain_url(url: str) -> str:
     scheme = url.partition(":")[0]
     if scheme == "sentinel":
         raise ConfigurationError(
@@ -73,10 +96,16 @@ def _connect(url: str) -> redis.Redis:
             "Give them the master's redis:// URL"
         )
     if scheme == "redis+socket":
-        url = "unix" + url.removeprefix("redis+socket").replace("virtual_host=", "db=")
+        return "unix" + url.removeprefix("redis+socket").replace("virtual_host=", "db=")
+    return url
+
+
+def _connect(url: str, **options: Any) -> redis.Redis:
     # Without time limits a lost network would hang the web request that submits.
     try:
-        made = redis.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        made = redis.Redis.from_url(
+            _plain_url(url), socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, **options
+        )
         made.connection_pool.connection_class(**made.connection_pool.connection_kwargs)  # not connected yet
     except (ValueError, TypeError) as error:
         raise ConfigurationError(

@@ -36,7 +36,7 @@ from workers.endings import Endings, Post, Tracer
 from workers.intake import Delivery, read_delivery
 from workers.payload import NewerPayloadError
 from workers.request import GenerateRequest
-from workers.runs import AT_SHUTDOWN, Runs, Store
+from workers.runs import AT_SHUTDOWN, Runs, Store, StreamSink
 from workers.settings import Settings
 from workers.tasks import Outcome
 
@@ -62,6 +62,7 @@ class DeliveryTable:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = utcnow,
+        streams: StreamSink | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -82,6 +83,7 @@ class DeliveryTable:
             on_death=self._on_death,
             clock=clock,
             now=now,
+            streams=streams,
         )
         self._numbers = itertools.count(1)
         self._parked: dict[int, Delivery] = {}  # their jobs run elsewhere

@@ -78,7 +78,9 @@ class GeneratePayload(SamplingParams):
     tenant: str | None = Field(None, min_length=1, max_length=255)
     custom_id: str | None = Field(None, min_length=1, max_length=255)
     return_token_ids: bool = Field(False, description="store the token ids beside the text")
-    stream: bool = False
+    stream: bool = Field(
+        False, description="write the text to a Redis Stream as it comes, see ``Client.stream``"
+    )
 
     @field_validator("model", "tenant", "custom_id")
     @classmethod
@@ -118,7 +120,7 @@ class GeneratePayload(SamplingParams):
 
         Raises:
             UnknownModelError: the model is not one that this fleet serves.
-            RequestError: the prompt is longer than ``max_prompt_chars``, or a stream is asked for.
+            RequestError: the prompt is longer than ``max_prompt_chars``.
         """
         accepted = settings.accepted_models
         if self.model not in accepted:
@@ -135,10 +137,6 @@ class GeneratePayload(SamplingParams):
                 field="prompt" if self.prompt is not None else "messages",
                 value=length,
                 fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
-            )
-        if self.stream:
-            raise RequestError(
-                "is not available through the fleet yet", field="stream", value=True, fix="Leave it out"
             )
 
     def sampling(self) -> SamplingParams:

@@ -28,12 +28,14 @@ from models_db.migrate import check_schema
 from models_db.session import make_engine, transaction
 from models_db.workers import register_worker
 from models_db.writer import DatabaseThread
+from workers.broker import stream_connection
 from workers.delivery import DeliveryTable
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
 from workers.payload import TASK_NAME, queue_for
 from workers.settings import Settings, redact_text, redact_url
+from workers.stream_writer import StreamWriter
 from workers.tasks import GenerateTask
 
 logger = get_logger(__name__)
@@ -113,6 +115,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._table: DeliveryTable | None = None
         self._threads: Threads | None = None
         self._incarnation: Incarnation | None = None
+        self._streams: StreamWriter | None = None
 
     @property
     def settings(self) -> Settings:
@@ -165,11 +168,28 @@ class EnginePool(BasePool):  # type: ignore[misc]
             Finaliser(task, threads, self.mailbox.post),
             self.mailbox.post,
             self._on_fatal,
+            streams=self._start_streams(),
         )
         table.start()
         task.deliveries = table
         backend.add_death_callback(table.fail)
         self._show_banner()
+
+    def _start_streams(self) -> StreamWriter | None:
+        settings = self.settings
+        try:
+            connection = stream_connection(settings.broker_url)
+        except ConfigurationError as exc:  # sentinel
+            logger.warning("No token streams are written, their readers get answers whole: %s", exc)
+            return None
+        streams = self._streams = StreamWriter(
+            connection,
+            interval_s=settings.stream_interval_s,
+            expires_s=settings.stream_expires_s,
+            max_entries=settings.stream_max_entries,
+        )
+        streams.start()
+        return streams
 
     def _show_banner(self) -> None:
         assert self._backend is not None
@@ -354,6 +374,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def _tear_down(self) -> None:
         if self._table is not None:
             self._table.stop()
+        if self._streams is not None:
+            self._streams.stop(timeout_s=2.0)
         if self._threads is not None:
             self._threads.stop(timeout_s=1.0)
         if self._backend is not None:

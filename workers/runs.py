@@ -26,6 +26,7 @@ from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
 from workers.intake import Delivery, Run, stored_result
+from workers.streams import StreamEnd
 from workers.tasks import JobExpiredError, Outcome
 
 logger = get_logger(__name__)
@@ -47,6 +48,16 @@ class Store(Protocol):
     def call(self, work: Callable[[Connection], T]) -> Future[T]: ...
 
 
+class StreamSink(Protocol):
+    """The part of ``workers.stream_writer.StreamWriter`` that runs need."""
+
+    def begin(self, job_id: str, attempt: int, handle: GenerationHandle) -> None: ...
+
+    def end(self, job_id: str, attempt: int, end: StreamEnd) -> None: ...
+
+    def forget(self, job_id: str, attempt: int) -> None: ...
+
+
 class Runs:
     """Owned by the delivery table's thread, as is everything in here.
 
@@ -54,6 +65,7 @@ class Runs:
         accept: tells Celery that a delivery's job has entered the backend.
         claim_again: takes the deliveries of a run that lost the fence.
         on_death: told when the backend has died.
+        streams: where the tokens of jobs that ask for it go.
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class Runs:
         on_death: Callable[[BaseException], None],
         clock: Callable[[], float],
         now: Callable[[], datetime],
+        streams: StreamSink | None = None,
     ) -> None:
         self._actor = actor
         self._store = store
@@ -80,6 +93,7 @@ class Runs:
         self._on_death = on_death
         self._clock = clock
         self._now = now
+        self._streams = streams
         self._runs: dict[str, Run] = {}
         self.closing = False  # nothing new enters the backend
         self.duplicates = 0  # ends that lost the fence
@@ -156,6 +170,8 @@ class Runs:
             self._finish(run, JobState.FAILED, error=exc)
             return
         run.handle = handle
+        if request.stream and self._streams is not None:
+            self._streams.begin(run.job_id, run.attempt, handle)
         run.started_at = self._clock()
         self._accept(delivery)
         if delivery.hard_s is not None:
@@ -239,6 +255,8 @@ class Runs:
         if error := future.exception():
             self._on_refused(run, item, error)
             return
+        if future.result():
+            self._end_stream(run, item)
         self._forget(run)
         if not future.result():
             self.duplicates += 1
@@ -249,6 +267,22 @@ class Runs:
             return
         outcome = Outcome(run.job_id, run.model, item.state, item.result, item.error_type, item.error_message)
         self._deliver(run, outcome)
+
+    def _end_stream(self, run: Run, item: FinishItem) -> None:
+        """Only now that the end is committed may a reader hear of it."""
+        if self._streams is None or run.payload is None or not run.payload.stream:
+            return
+        result = item.result
+        end = StreamEnd(
+            state=str(item.state),
+            finish_reason=None if result is None else result.finish_reason,
+            prompt_tokens=0 if result is None else result.prompt_tokens,
+            completion_tokens=0 if result is None else result.completion_tokens,
+            cached_tokens=0 if result is None else result.cached_tokens,
+            error_type=item.error_type,
+            error_message=item.error_message,
+        )
+        self._streams.end(run.job_id, run.attempt, end)
 
     def _on_refused(self, run: Run, item: FinishItem, error: BaseException) -> None:
         """The database took no end of this run. Nothing of it is acknowledged."""
@@ -317,3 +351,5 @@ class Runs:
     def _forget(self, run: Run) -> None:
         if self._runs.get(run.job_id) is run:
             del self._runs[run.job_id]
+        if self._streams is not None:
+            self._streams.forget(run.job_id, run.attempt)

@@ -178,6 +178,15 @@ class Settings(BaseSettings):
     result_expires_s: float = Field(
         86_400.0, ge=0, description="lifetime of Celery's own results in Redis; 0 keeps them"
     )
+    stream_interval_s: float = Field(
+        0.02, ge=0, le=1, description="text of a token stream is gathered for so long before it is written"
+    )
+    stream_expires_s: float = Field(
+        3600.0, gt=0, description="lifetime of a token stream in Redis after its last entry"
+    )
+    stream_max_entries: int = Field(
+        10_000, ge=100, description="about how many entries a token stream keeps; older ones are trimmed"
+    )
     shutdown_grace_s: float = Field(
         30.0, ge=0, description="a warm shutdown lets running jobs finish for so long and hands the rest back"
     )

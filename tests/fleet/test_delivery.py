@@ -225,7 +225,6 @@ def test_after_a_cancellation_by_celery_neither_callback_nor_acknowledgement(wor
         ([{"model": "echo", "prompt": "x", "colour": "red"}], "colour: unknown field"),
         ([{"model": "nobody", "prompt": "x"}], "model: is not served here"),
         ([{"model": "other", "prompt": "x"}], "Send it to the queue tokenmill.other"),
-        ([{"model": "echo", "prompt": "x", "stream": True}], "stream: is not available"),
         (["text"], "must be a JSON object"),
         ([], "takes exactly one positional argument"),
         ([{}, {}], "takes exactly one positional argument"),

@@ -16,7 +16,9 @@ idempotency keys are refused, and what Redis loses before a worker has it is los
 
 from workers.client.aio import AsyncClient, AsyncJobHandle
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
+from workers.client.streaming import StreamTimeoutError
 from workers.client.sync import Client, JobHandle, Submission
+from workers.streams import StreamEnd, StreamEvent
 
 __all__ = [
     "AsyncClient",
@@ -26,6 +28,9 @@ __all__ = [
     "JobHandle",
     "JobNotFinishedError",
     "NoDatabaseError",
+    "StreamEnd",
+    "StreamEvent",
+    "StreamTimeoutError",
     "Submission",
     "WaitTimeoutError",
 ]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import redis.asyncio
+
 from models_db.jobs import JobStatus, StoredResult
 from models_db.tables import JobState
+from workers.broker import async_stream_connection
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
+from workers.client.streaming import read_stream_async
 from workers.client.sync import Client, pauses
 from workers.settings import Settings
+from workers.streams import StreamEvent
 
 T = TypeVar("T")
 
@@ -30,6 +35,12 @@ class AsyncJobHandle:
     async def wait(self, timeout_s: float | None = None) -> StoredResult:
         """See ``AsyncClient.wait``."""
         return await self.client.wait(self.id, timeout_s)
+
+    def stream(
+        self, *, last_id: str | None = None, timeout_s: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """See ``Client.stream``."""
+        return self.client.stream(self.id, last_id=last_id, timeout_s=timeout_s)
 
     async def status(self) -> JobStatus:
         """See ``Client.status``."""
@@ -55,6 +66,7 @@ class AsyncClient:
         threads: int = 4,
     ) -> None:
         self.sync = Client(settings, broker_url=broker_url, database_url=database_url)
+        self._streams: redis.asyncio.Redis | None = None
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-client")
 
     async def submit(
@@ -109,8 +121,30 @@ class AsyncClient:
             await asyncio.sleep(pause_s)
         raise AssertionError("the pauses end with None")
 
+    async def stream(
+        self, job_id: str, *, last_id: str | None = None, timeout_s: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """See ``Client.stream``."""
+        if self.sync.has_database:
+            await self.status(job_id)
+        if self._streams is None:
+            self._streams = async_stream_connection(self.sync.settings.broker_url)
+        events = read_stream_async(
+            self._streams,
+            job_id,
+            lambda: self._run(lambda: self.sync.concluded(job_id)),
+            url=self.sync.settings.broker_url,
+            last_id=last_id,
+            timeout_s=timeout_s,
+        )
+        async for event in events:
+            yield event
+
     async def close(self) -> None:
         """Close the connections and the threads."""
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            await streams.aclose()
         await self._run(self.sync.close)
         self._threads.shutdown(wait=False)
 

@@ -15,20 +15,23 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import redis
 from sqlalchemy import Connection, Engine
 
 from backend.api import MAX_SEED, ConfigurationError
 from models_db import jobs
-from models_db.errors import DatabaseError, UnknownJobError
+from models_db.errors import DatabaseError, DatabaseUnavailableError, UnknownJobError
 from models_db.ids import uuid7
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
 from models_db.migrate import check_schema
 from models_db.session import make_engine, reading, transaction
 from models_db.tables import JobState
-from workers.broker import Broker, BrokerUnavailableError
+from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
+from workers.client.streaming import concluded, read_stream
 from workers.payload import GeneratePayload, build_message, queue_for
 from workers.settings import Settings, load_settings
+from workers.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,6 +66,10 @@ class JobHandle:
     def wait(self, timeout_s: float | None = None) -> StoredResult:
         """See ``Client.wait``."""
         return self._owner().wait(self.id, timeout_s)
+
+    def stream(self, *, last_id: str | None = None, timeout_s: float | None = None) -> Iterator[StreamEvent]:
+        """See ``Client.stream``."""
+        return self._owner().stream(self.id, last_id=last_id, timeout_s=timeout_s)
 
     def status(self) -> JobStatus:
         """See ``Client.status``."""
@@ -106,7 +113,8 @@ class Client:
         self.settings = settings
         self._broker = broker or Broker(settings.broker_url)
         self._engine: Engine | None = None
-        self._has_database = database_url is not None
+        self._streams: redis.Redis | None = None
+        self.has_database = database_url is not None
         self._opening = threading.Lock()
         self._clock = clock
         self._sleep = sleep
@@ -169,7 +177,7 @@ class Client:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
         now = self._clock()
         new = [self._new_job(submission, now) for submission in submissions]
-        if not self._has_database:
+        if not self.has_database:
             if any(submission.idempotency_key for submission in submissions):
                 raise NoDatabaseError("an idempotency key")
             self._broker.publish([_message(job) for job in new])
@@ -275,6 +283,48 @@ class Client:
             self._sleep(pause_s)
         raise AssertionError("the pauses end with None")
 
+    def stream(
+        self, job_id: str, *, last_id: str | None = None, timeout_s: float | None = None
+    ) -> Iterator[StreamEvent]:
+        """The text of a job that was submitted with ``stream=True``, as it comes, then its end.
+
+        Texts together are the result's text. An event ``restart`` voids what came before it: the job has begun
+        again on another worker. The last event is ``end``; a failure is told there, not raised. A stream can be
+        read by many, and again as long as Redis keeps it (``stream_expires_s``); later, the text comes from SQL in
+        one piece.
+
+        Args:
+            last_id: go on after this event's ``id``.
+            timeout_s: for the whole of it.
+
+        Raises:
+            StreamTimeoutError: the time is over; the job goes on.
+            BrokerUnavailableError: Redis does not answer. Go on later with the last event's id.
+            RequestError: ``last_id`` is no id.
+            UnknownJobError: no row has this id.
+        """
+        if self.has_database:
+            self.status(job_id)
+        with self._opening:
+            if self._streams is None:
+                self._streams = stream_connection(self.settings.broker_url)
+            connection = self._streams
+        url = self.settings.broker_url
+        return read_stream(
+            connection, job_id, lambda: self.concluded(job_id), url=url, last_id=last_id, timeout_s=timeout_s
+        )
+
+    def concluded(self, job_id: str) -> tuple[JobStatus, StoredResult | None] | None:
+        """Status and result of a job that has ended, else ``None``; also where SQL cannot be asked."""
+        if not self.has_database:
+            return None
+        try:
+            with self._read("stream") as connection:
+                return concluded(connection, job_id)
+        except DatabaseUnavailableError as error:
+            log.warning("the stream of job %s goes on without SQL: %s", job_id, error)
+            return None
+
     def cancel(self, job_id: str) -> JobState:
         """Ask for the job to be cancelled; returns its state after that.
 
@@ -307,13 +357,13 @@ class Client:
 
     @contextmanager
     def _read(self, what: str) -> Iterator[Connection]:
-        if not self._has_database:
+        if not self.has_database:
             raise NoDatabaseError(what)
         with reading(self.engine()) as connection:
             yield connection
 
     def _write(self, what: str, work: Callable[[Connection], T]) -> T:
-        if not self._has_database:
+        if not self.has_database:
             raise NoDatabaseError(what)
         return transaction(self.engine(), work)
 
@@ -321,6 +371,9 @@ class Client:
         """Close the connections; the client can be used again and opens new ones."""
         with self._opening:
             engine, self._engine = self._engine, None
+            streams, self._streams = self._streams, None
+        if streams is not None:
+            streams.close()
         if engine is not None:
             engine.dispose()
         self._broker.close()

@@ -1,0 +1,170 @@
+"""Reading a job's tokens as they come, from Redis, and what Redis cannot tell from SQL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import redis
+import redis.asyncio
+from sqlalchemy import Connection
+
+from backend.api import RequestError, TokenmillError
+from models_db import jobs
+from models_db.jobs import JobStatus, StoredResult
+from workers.broker import BrokerUnavailableError
+from workers.streams import FIRST_ID, StreamEnd, StreamEvent, StreamReader, stream_key
+
+_BLOCK_S = 1.0  # between two looks at SQL, for jobs that end without a word in the stream
+_BATCH = 500
+
+
+def check_last_id(last_id: str) -> str:
+    """The id as Redis writes it.
+
+    Raises:
+        RequestError: it is none.
+    """
+    first, _, second = last_id.partition("-")
+    if not (first.isascii() and first.isdigit() and (second or "0").isascii() and (second or "0").isdigit()):
+        raise RequestError(
+            "is not the id of an event",
+            field="last_id",
+            value=last_id,
+            fix="Give the id of the last event read",
+        )
+    return f"{int(first)}-{int(second or 0)}"
+
+
+class StreamTimeoutError(TokenmillError, TimeoutError):
+    """The time given to ``stream`` is over. The job goes on; read on after ``last_id``, or cancel it."""
+
+    code = "stream_timeout"
+
+    def __init__(self, job_id: str, timeout_s: float, last_id: str) -> None:
+        self.last_id = last_id
+        super().__init__(
+            f"job {job_id} has not ended after {timeout_s:g} s. It goes on: read on with last_id={last_id!r}, "
+            "or cancel it"
+        )
+
+
+Outcome = tuple[JobStatus, StoredResult | None]
+
+
+def concluded(connection: Connection, job_id: str) -> Outcome | None:
+    """Status and result of a job that has ended; ``None`` while it has not, or has no row yet."""
+    status = jobs.job_status(connection, job_id)
+    if status is None or not status.state.terminal:
+        return None
+    return status, jobs.job_result(connection, job_id)
+
+
+def conclusion(reader: StreamReader, status: JobStatus, result: StoredResult | None) -> list[StreamEvent]:
+    """The events that are left, from SQL."""
+    end = StreamEnd(
+        state=str(status.state),
+        finish_reason=None if result is None else result.finish_reason,
+        prompt_tokens=0 if result is None else result.prompt_tokens,
+        completion_tokens=0 if result is None else result.completion_tokens,
+        cached_tokens=0 if result is None else result.cached_tokens,
+        error_type=status.error_type,
+        error_message=status.error_message,
+    )
+    return reader.conclude(status.attempt, None if result is None else result.text, end)
+
+
+def read_stream(
+    connection: redis.Redis,
+    job_id: str,
+    outcome: Callable[[], Outcome | None],
+    *,
+    url: str,
+    last_id: str | None = None,
+    timeout_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[StreamEvent]:
+    """See ``Client.stream``.
+
+    Args:
+        outcome: looks into SQL, see ``concluded``.
+        url: the connection's, for errors.
+    """
+    key, reader = stream_key(job_id), StreamReader()
+    give_up = None if timeout_s is None else clock() + timeout_s
+    try:
+        if last_id is not None and (last_id := check_last_id(last_id)) != FIRST_ID:
+            known: Any = connection.xrange(key, min=last_id, max=last_id)
+            yield from _resume(reader, last_id, known)
+        while not reader.ended:
+            left = _BLOCK_S if give_up is None else min(_BLOCK_S, give_up - clock())
+            if left <= 0:
+                raise StreamTimeoutError(job_id, timeout_s or 0.0, reader.last_id)
+            block_ms = max(1, round(1000 * left))
+            found: Any = connection.xread({key: reader.last_id}, count=_BATCH, block=block_ms)
+            if not found or reader.needs_sql:
+                ended = outcome()
+                if ended is not None and not found:  # what came between the two looks counts
+                    found = connection.xread({key: reader.last_id}, count=_BATCH)
+                if ended is not None and (reader.needs_sql or not found):
+                    yield from conclusion(reader, *ended)
+                    return
+            yield from _events(reader, found)
+    except StreamTimeoutError:  # an OSError, too
+        raise
+    except (redis.RedisError, OSError) as error:
+        raise BrokerUnavailableError(url, error) from error
+
+
+async def read_stream_async(
+    connection: redis.asyncio.Redis,
+    job_id: str,
+    outcome: Callable[[], Awaitable[Outcome | None]],
+    *,
+    url: str,
+    last_id: str | None = None,
+    timeout_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[StreamEvent]:
+    """As ``read_stream``, without a thread while it waits."""
+    key, reader = stream_key(job_id), StreamReader()
+    give_up = None if timeout_s is None else clock() + timeout_s
+    try:
+        if last_id is not None and (last_id := check_last_id(last_id)) != FIRST_ID:
+            known: Any = await connection.xrange(key, min=last_id, max=last_id)
+            for event in _resume(reader, last_id, known):
+                yield event
+        while not reader.ended:
+            left = _BLOCK_S if give_up is None else min(_BLOCK_S, give_up - clock())
+            if left <= 0:
+                raise StreamTimeoutError(job_id, timeout_s or 0.0, reader.last_id)
+            block_ms = max(1, round(1000 * left))
+            found: Any = await connection.xread({key: reader.last_id}, count=_BATCH, block=block_ms)
+            if not found or reader.needs_sql:
+                ended = await outcome()
+                if ended is not None and not found:  # what came between the two looks counts
+                    found = await connection.xread({key: reader.last_id}, count=_BATCH)
+                if ended is not None and (reader.needs_sql or not found):
+                    for event in conclusion(reader, *ended):
+                        yield event
+                    return
+            for event in _events(reader, found):
+                yield event
+    except StreamTimeoutError:  # an OSError, too
+        raise
+    except (redis.RedisError, OSError) as error:
+        raise BrokerUnavailableError(url, error) from error
+
+
+def _resume(reader: StreamReader, last_id: str, found: list[tuple[str, dict[str, str]]]) -> list[StreamEvent]:
+    if not found:
+        return [reader.lost()]
+    reader.resume(last_id, found[0][1])
+    return []
+
+
+def _events(reader: StreamReader, found: Any) -> Iterator[StreamEvent]:
+    for _, entries in found:
+        for entry_id, fields in entries:
+            yield from reader.feed(entry_id, fields)
