@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 
 from models_db.base import Base
 from models_db.migrate import URL_ATTRIBUTE
+from models_db.rollup_tables import JobClass
 from models_db.session import make_engine
 from models_db.tables import Job
 
@@ -21,8 +22,10 @@ LOCK_WAIT_S = 120
 
 # Importing the tables is what fills the metadata.
 target_metadata = Job.metadata
-if target_metadata is not Base.metadata:  # pragma: no cover - a second base would escape the check
-    raise CommandError("models_db.tables does not use models_db.base.Base")
+if not (
+    Job.metadata is JobClass.metadata is Base.metadata
+):  # pragma: no cover - another would escape the check
+    raise CommandError("the tables do not all use models_db.base.Base")
 
 
 def database_url() -> str:

@@ -217,6 +217,7 @@ class Attempt(Base):
         CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="ended"),
         CheckConstraint("number >= 1", name="number"),
         Index(None, "worker_id", "outcome"),  # what died with a worker
+        Index(None, "ended_at"),  # roll-ups
         MARIADB_TABLE,
     )
 

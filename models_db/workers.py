@@ -15,6 +15,7 @@ from sqlalchemy import Connection, select, update
 from models_db.base import utcnow
 from models_db.dialects import insert_or_ignore
 from models_db.ids import uuid7
+from models_db.rollups import note_samples
 from models_db.tables import EngineSample, Worker, WorkerState
 from models_db.text import check_name
 
@@ -167,3 +168,5 @@ def add_samples(conn: Connection, samples: Sequence[NewSample]) -> None:
     """Insert samples; one that exists already (same worker, same time) is left alone."""
     rows = [asdict(sample) for sample in samples]
     insert_or_ignore(conn, EngineSample, rows, [EngineSample.worker_id, EngineSample.sampled_at])
+    if samples:
+        note_samples(conn, min(sample.sampled_at for sample in samples))

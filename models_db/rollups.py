@@ -1,0 +1,391 @@
+"""Computes the roll-ups from samples, attempts and results: per minute, and per hour from the minutes.
+
+A stretch of time is computed by deleting its rows and inserting them anew in one transaction, so doing it again, or
+twice at once, changes nothing. ``advance`` goes on from where the last one stopped; any worker may call it. Whoever
+writes samples into a time that is done sets the mark back (``note_samples``).
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    Subquery,
+    and_,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    null,
+    or_,
+    select,
+    union_all,
+    update,
+)
+
+from models_db.base import Base
+from models_db.dialects import insert_or_ignore
+from models_db.histogram import Metric, upper_ms
+from models_db.rollup_tables import (
+    JobClass,
+    JobHour,
+    JobMinute,
+    LatencyHour,
+    LatencyMinute,
+    RollupMark,
+    ThroughputHour,
+    ThroughputMinute,
+)
+from models_db.tables import TERMINAL_JOB_STATES, Attempt, AttemptOutcome, EngineSample, Job, JobState, Result
+from models_db.timesql import day_of, hour_start_of, minute_of, night_of, seconds_between
+
+MARK = "rollups"
+MINUTE = timedelta(minutes=1)
+HOUR = timedelta(hours=1)
+SETTLE = timedelta(seconds=10)
+"""A minute is computed so long after its end, when what belongs to it has normally been committed."""
+LOOK_BACK = MINUTE
+"""What lies so far before the mark is computed once more: a commit may have been on its way."""
+
+ROLLUPS: tuple[type[Base], ...] = (
+    ThroughputMinute,
+    ThroughputHour,
+    JobMinute,
+    JobHour,
+    LatencyMinute,
+    LatencyHour,
+)
+
+
+def floor_minute(moment: datetime) -> datetime:
+    """The beginning of its minute, in UTC."""
+    return moment.astimezone(UTC).replace(second=0, microsecond=0)
+
+
+def floor_hour(moment: datetime) -> datetime:
+    """The beginning of its hour, in UTC."""
+    return floor_minute(moment).replace(minute=0)
+
+
+def rolled_until(conn: Connection) -> datetime | None:
+    """Up to when every minute has been computed; ``None`` before the first."""
+    return conn.scalar(select(RollupMark.rolled_until).where(RollupMark.name == MARK))
+
+
+def advance(
+    conn: Connection,
+    now: datetime,
+    *,
+    longest: timedelta = timedelta(days=1),
+    with_present: bool = False,
+) -> bool:
+    """Compute the next stretch of at most ``longest``; whether there may be more to do.
+
+    Leaves it to someone else who is at it. ``with_present`` also computes the part of the present minute that is
+    there, which is then computed again.
+    """
+    target = floor_minute(now - SETTLE)
+    mark = rolled_until(conn)
+    if mark is not None and mark >= target and not with_present:
+        return False
+    _ensure_mark(conn)
+    locked = conn.execute(
+        select(RollupMark.rolled_until, RollupMark.complete_from)
+        .where(RollupMark.name == MARK)
+        .with_for_update(skip_locked=True)
+    ).one_or_none()
+    if locked is None:
+        return False
+    mark = locked.rolled_until
+    end = floor_minute(now) + MINUTE if with_present else target
+    since = _next_source(conn, None if mark is None else mark - LOOK_BACK)
+    if since is None or since >= end:
+        until = end
+    else:
+        since = max(floor_minute(since), locked.complete_from or since)
+        until = min(end, floor_hour(since + longest) if longest >= HOUR else since + longest)
+        roll_up(conn, since, until)
+    done = min(until, target)
+    if mark is None or done > mark:
+        conn.execute(update(RollupMark).where(RollupMark.name == MARK).values(rolled_until=done))
+    return until < end
+
+
+def reopen(conn: Connection, since: datetime) -> None:
+    """Have everything from ``since`` on computed again, by whoever advances next."""
+    conn.execute(
+        update(RollupMark)
+        .where(RollupMark.name == MARK, RollupMark.rolled_until > since)
+        .values(rolled_until=floor_hour(since))
+    )
+
+
+def note_samples(conn: Connection, oldest: datetime) -> None:
+    """Samples from ``oldest`` on have been inserted: set the mark back if their time was done already.
+
+    Late samples come from a worker that was cut off from the database; what it finished meanwhile is as late.
+    """
+    mark = rolled_until(conn)
+    if mark is not None and oldest < mark - LOOK_BACK:
+        reopen(conn, oldest)
+
+
+def close_before(conn: Connection, moment: datetime) -> None:
+    """Never compute again what lies before ``moment``, because its rows are about to be deleted.
+
+    Raises:
+        ValueError: ``moment`` is not the beginning of an hour.
+    """
+    if moment != floor_hour(moment):
+        raise ValueError(f"moment: must be the beginning of an hour (got {moment.isoformat()})")
+    _ensure_mark(conn)
+    earlier = or_(RollupMark.complete_from.is_(None), RollupMark.complete_from < moment)
+    conn.execute(update(RollupMark).where(RollupMark.name == MARK, earlier).values(complete_from=moment))
+
+
+def complete_from(conn: Connection) -> datetime | None:
+    """Before when rows may have been pruned; ``None`` while none were."""
+    return conn.scalar(select(RollupMark.complete_from).where(RollupMark.name == MARK))
+
+
+def roll_up(conn: Connection, since: datetime, until: datetime) -> None:
+    """Compute every minute that begins in [since, until) and every hour that has a part in it.
+
+    Raises:
+        ValueError: a limit is not the beginning of a minute.
+    """
+    for moment in (since, until):
+        if moment != floor_minute(moment):
+            raise ValueError(f"since, until: must be beginnings of minutes (got {moment.isoformat()})")
+    _replace(conn, ThroughputMinute, _samples(since, until), since, until)
+    _add_classes(conn, since, until)
+    ended = _ended(since, until)
+    _replace(conn, JobMinute, _outcomes(ended), since, until)
+    _replace(conn, LatencyMinute, _times(ended), since, until)
+
+    first, end = floor_hour(since), floor_hour(until - timedelta(microseconds=1)) + HOUR
+    for minute, hour in (
+        (ThroughputMinute, ThroughputHour),
+        (JobMinute, JobHour),
+        (LatencyMinute, LatencyHour),
+    ):
+        _replace(conn, hour, _hours(minute, hour, first, end), first, end)
+
+
+# ----------------------------------------------------------------------------------------------------- the pieces
+
+
+def _ensure_mark(conn: Connection) -> None:
+    if conn.scalar(select(RollupMark.name).where(RollupMark.name == MARK)) is None:
+        insert_or_ignore(conn, RollupMark, [{"name": MARK}], [RollupMark.name])
+
+
+def _next_source(conn: Connection, since: datetime | None) -> datetime | None:
+    """When the first row from ``since`` on lies that a roll-up is made of."""
+    found = []
+    for column in (EngineSample.sampled_at, Attempt.ended_at, Job.finished_at):
+        query = select(func.min(column))
+        if since is not None:
+            query = query.where(column >= since)
+        if (first := conn.scalar(query)) is not None:
+            found.append(first)
+    return min(found, default=None)
+
+
+def _replace(conn: Connection, table: Any, query: Any, since: datetime, until: datetime) -> None:
+    """Put the rows of the query in place of those of the stretch of time."""
+    conn.execute(delete(table).where(table.started_at >= since, table.started_at < until))
+    conn.execute(insert(table).from_select([column.name for column in query.selected_columns], query))
+
+
+def _samples(since: datetime, until: datetime) -> Any:
+    sample, span = EngineSample, EngineSample.interval_s
+    started = minute_of(sample.sampled_at)
+    working = or_(sample.running > 0, sample.generated_tokens > 0)
+
+    def total(value: Any, name: str) -> ColumnElement[Any]:
+        return func.sum(value).label(name)
+
+    counts = (
+        "prompt_tokens",
+        "cached_tokens",
+        "generated_tokens",
+        "steps",
+        "requests_finished",
+        "requests_failed",
+        "preemptions",
+        "prepare_s",
+    )
+    return (
+        select(
+            started.label("started_at"),
+            sample.worker_id,
+            func.count().label("samples"),
+            total(span, "sampled_s"),
+            total(sample.active_fraction * span, "active_s"),
+            total(case((working, span), else_=literal(0.0)), "working_s"),
+            total(sample.running * span, "running_s"),
+            total(sample.waiting * span, "waiting_s"),
+            total(sample.kv_used_fraction * span, "kv_used_s"),
+            *(total(getattr(sample, name), name) for name in counts),
+            func.max(sample.running).label("max_running"),
+            func.max(sample.waiting).label("max_waiting"),
+        )
+        .where(sample.sampled_at >= since, sample.sampled_at < until)
+        .group_by(started, sample.worker_id)
+    )
+
+
+def _tenant() -> ColumnElement[str]:
+    return func.coalesce(Job.tenant, "")
+
+
+def _never_started() -> ColumnElement[bool]:
+    """Jobs whose end is not that of an attempt: cancelled or expired while they waited."""
+    closed = exists().where(
+        Attempt.job_id == Job.id,
+        Attempt.number == Job.attempt,
+        Attempt.ended_at == Job.finished_at,
+        Attempt.outcome.in_([AttemptOutcome(state.value) for state in TERMINAL_JOB_STATES]),
+    )
+    return ~closed
+
+
+def _add_classes(conn: Connection, since: datetime, until: datetime) -> None:
+    columns = (Job.model, Job.queue, _tenant(), Job.priority)
+    by_attempt = (
+        select(*columns)
+        .join(Attempt, Attempt.job_id == Job.id)
+        .where(Attempt.ended_at >= since, Attempt.ended_at < until)
+    )
+    by_job = select(*columns).where(Job.finished_at >= since, Job.finished_at < until, _never_started())
+    seen = union_all(by_attempt, by_job).subquery().select().distinct().subquery()
+    model, queue, tenant, priority = seen.c
+    known = exists().where(
+        JobClass.model == model,
+        JobClass.queue == queue,
+        JobClass.tenant == tenant,
+        JobClass.priority == priority,
+    )
+    for row in conn.execute(select(model, queue, tenant, priority).where(~known)).all():
+        conn.execute(insert(JobClass).values(model=row[0], queue=row[1], tenant=row[2], priority=row[3]))
+
+
+def _ended(since: datetime, until: datetime) -> Subquery:
+    """One row for each attempt, and each job that never started, that ended in the stretch of time."""
+    same_class = and_(
+        JobClass.model == Job.model,
+        JobClass.queue == Job.queue,
+        JobClass.tenant == _tenant(),
+        JobClass.priority == Job.priority,
+    )
+    last = and_(Attempt.number == Job.attempt, Attempt.ended_at == Job.finished_at)
+    succeeded = and_(Attempt.outcome == AttemptOutcome.SUCCEEDED, Job.state == JobState.SUCCEEDED)
+    waited = seconds_between(Job.created_at, Attempt.started_at) + Result.queue_time_s
+    attempts = (
+        select(
+            minute_of(Attempt.ended_at).label("started_at"),
+            JobClass.id.label("class_id"),
+            Attempt.outcome.label("outcome"),
+            case((Attempt.number > 1, 1), else_=0).label("retried"),
+            literal(0).label("never_started"),
+            func.coalesce(Result.prompt_tokens, 0).label("prompt_tokens"),
+            func.coalesce(Result.cached_tokens, 0).label("cached_tokens"),
+            func.coalesce(Result.completion_tokens, 0).label("completion_tokens"),
+            case((succeeded, Result.latency_s)).label("latency_s"),
+            case((succeeded, Result.time_to_first_token_s)).label("first_token_s"),
+            case((succeeded, case((waited > 0, waited), else_=literal(0.0)))).label("queue_s"),
+        )
+        .select_from(Attempt)
+        .join(Job, Job.id == Attempt.job_id)
+        .join(JobClass, same_class)
+        .outerjoin(Result, and_(Result.job_id == Job.id, Result.choice == 0, last))
+        .where(Attempt.ended_at >= since, Attempt.ended_at < until)
+    )
+    zero, nothing = literal(0), null()
+    unstarted = (
+        select(
+            minute_of(Job.finished_at),
+            JobClass.id,
+            Job.state,
+            zero,
+            literal(1),
+            zero,
+            zero,
+            zero,
+            nothing,
+            nothing,
+            nothing,
+        )
+        .select_from(Job)
+        .join(JobClass, same_class)
+        .where(Job.finished_at >= since, Job.finished_at < until, _never_started())
+    )
+    return union_all(attempts, unstarted).subquery("ended")
+
+
+def _outcomes(ended: FromClause) -> Any:
+    def total(name: str) -> ColumnElement[Any]:
+        return func.sum(ended.c[name]).label(name)
+
+    def time(name: str) -> ColumnElement[Any]:
+        return func.coalesce(func.sum(ended.c[name]), literal(0.0)).label(name)
+
+    return select(
+        ended.c.started_at,
+        ended.c.class_id,
+        *(
+            func.sum(case((ended.c.outcome == outcome, 1), else_=0)).label(outcome.value)
+            for outcome in AttemptOutcome
+        ),
+        *map(total, ("never_started", "retried", "prompt_tokens", "cached_tokens", "completion_tokens")),
+        *map(time, ("latency_s", "queue_s", "first_token_s")),
+        func.count(ended.c.first_token_s).label("first_tokens"),
+    ).group_by(ended.c.started_at, ended.c.class_id)
+
+
+def _times(ended: FromClause) -> Any:
+    columns = {
+        Metric.LATENCY: ended.c.latency_s,
+        Metric.FIRST_TOKEN: ended.c.first_token_s,
+        Metric.QUEUE: ended.c.queue_s,
+    }
+    values = union_all(
+        *(
+            select(
+                ended.c.started_at,
+                ended.c.class_id,
+                literal(metric.value).label("metric"),
+                upper_ms(column).label("upper_ms"),
+            ).where(column.is_not(None))
+            for metric, column in columns.items()
+        )
+    ).subquery("times")
+    keys = (values.c.started_at, values.c.class_id, values.c.metric, values.c.upper_ms)
+    return select(*keys, func.count().label("jobs")).group_by(*keys)
+
+
+def _hours(minute: Any, hour: Any, since: datetime, until: datetime) -> Any:
+    """The minutes added up: keys grouped, maxima kept, all else summed."""
+    table = minute.__table__
+    started = hour_start_of(table.c.started_at)
+    keys = [column for column in table.primary_key if column.name != "started_at"]
+    values = [
+        (func.max if column.name.startswith("max_") else func.sum)(column).label(column.name)
+        for column in table.c
+        if not column.primary_key
+    ]
+    dates = []
+    if "day" in hour.__table__.c:
+        dates = [day_of(started).label("day"), night_of(started).label("night")]
+    return (
+        select(started.label("started_at"), *keys, *dates, *values)
+        .where(table.c.started_at >= since, table.c.started_at < until)
+        .group_by(started, *keys)
+    )
