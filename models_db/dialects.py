@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from datetime import datetime
+from functools import cache
+from typing import Any, TypeVar, cast
 
-from sqlalchemy import ColumnElement, Connection, FunctionElement, String, insert
+from sqlalchemy import (
+    Boolean,
+    ColumnElement,
+    Connection,
+    Dialect,
+    FunctionElement,
+    String,
+    Table,
+    Text,
+    TextClause,
+    TypeDecorator,
+    bindparam,
+    insert,
+    text,
+)
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.types import TypeEngine
 
-from models_db.base import Base
+from models_db.base import Base, JSONType, dump_json
 
 T = TypeVar("T")
 
@@ -23,6 +41,54 @@ def chunked(values: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
     """``values`` in pieces of at most ``size``."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
+
+
+def insert_rows(conn: Connection, table: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows that all have the same columns.
+
+    PostgreSQL gets them as one JSON document: a parameter a statement instead of one a value costs its client a
+    third of the time of ``executemany``.
+    """
+    if not rows:
+        return
+    if conn.dialect.name != "postgresql":
+        conn.execute(insert(table), [dict(row) for row in rows])
+        return
+    statement, nested = _insert_document(cast(Table, table.__table__), tuple(rows[0]))
+    # JSON columns travel as text inside the document, because PostgreSQL reads a nested value more strictly than
+    # a column of type json does.
+    document = json.dumps(
+        [
+            row | {name: None if row[name] is None else dump_json(row[name]) for name in nested}
+            for row in map(dict, rows)
+        ],
+        ensure_ascii=False,
+        default=_aware,
+        separators=(",", ":"),
+    )
+    conn.execute(statement, {"rows": document})
+
+
+def _aware(value: object) -> str:
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        raise ValueError(f"{value!r} has no place in a row: times must be aware, such as datetime.now(UTC)")
+    return value.isoformat()
+
+
+@cache
+def _insert_document(table: Table, names: tuple[str, ...]) -> tuple[TextClause, frozenset[str]]:
+    dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
+    nested = frozenset(name for name in names if isinstance(table.c[name].type, JSONType))
+    taken = ", ".join(f"CAST({name} AS json)" if name in nested else name for name in names)
+    typed = ", ".join(
+        f"{name} {'text' if name in nested else table.c[name].type.compile(dialect)}" for name in names
+    )
+    listed = ", ".join(names)
+    statement = (
+        f"INSERT INTO {table.name} ({listed}) SELECT {taken} FROM json_to_recordset(CAST(:rows AS json)) "
+        f"AS listed({typed})"
+    )
+    return text(statement), nested
 
 
 def insert_or_ignore(
@@ -49,6 +115,53 @@ def insert_or_ignore(
             conn.execute(mysql.insert(table).on_duplicate_key_update({column.key: column}), payload)
         case other:  # make_engine lets no other database through
             raise NotImplementedError(f"no conflict clause for {other}; first row: {insert(table)}")
+
+
+class _Listed(TypeDecorator[Sequence[str]]):
+    """Many texts as one parameter: an array on PostgreSQL, JSON on SQLite."""
+
+    impl = Text
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        return dialect.type_descriptor(postgresql.ARRAY(Text()) if dialect.name == "postgresql" else Text())
+
+    def process_bind_param(self, value: Sequence[str] | None, dialect: Dialect) -> Any:
+        return json.dumps(value) if dialect.name == "sqlite" else value
+
+
+class among(FunctionElement[bool]):  # noqa: N801 - reads as a SQL function
+    """``column IN (…)`` over the parameter ``ids``, a list of texts.
+
+    The statement is the same for any number of them, so that it is compiled, parsed and planned once; SQLAlchemy
+    and the databases take most of their time over lists that are written out.
+    """
+
+    type = Boolean()
+    inherit_cache = True
+
+    def __init__(self, column: ColumnElement[Any] | InstrumentedAttribute[Any]) -> None:
+        super().__init__(column, bindparam("ids", type_=_Listed()))
+
+
+@compiles(among, "postgresql")
+def _among_postgresql(element: among, compiler: SQLCompiler, **kw: Any) -> str:
+    column, ids = element.clauses
+    return f"{compiler.process(column, **kw)} = ANY ({compiler.process(ids, **kw)})"
+
+
+@compiles(among, "sqlite")
+def _among_sqlite(element: among, compiler: SQLCompiler, **kw: Any) -> str:
+    column, ids = element.clauses
+    return f"{compiler.process(column, **kw)} IN (SELECT value FROM json_each({compiler.process(ids, **kw)}))"
+
+
+@compiles(among, "mysql")
+@compiles(among, "mariadb")
+def _among_mariadb(element: among, compiler: SQLCompiler, **kw: Any) -> str:
+    # Its JSON_TABLE would be a join, which locks more rows than are named.
+    column = next(iter(element.clauses))
+    return str(compiler.process(column.in_(bindparam("ids", expanding=True)), **kw))
 
 
 class hour_of(FunctionElement[str]):  # noqa: N801 - reads as a SQL function

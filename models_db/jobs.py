@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, select, update
 from sqlalchemy.exc import IntegrityError
 
 from models_db.base import utcnow
-from models_db.dialects import chunked, insert_or_ignore
+from models_db.dialects import among, chunked, insert_or_ignore, insert_rows
 from models_db.errors import (
     DuplicateCustomIdError,
     DuplicateJobIdError,
@@ -95,8 +95,7 @@ def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]
     _refuse_duplicates([*plain, *keyed])
     try:
         with conn.begin_nested():
-            if plain:
-                conn.execute(insert(Job), [job.row() for job in plain])
+            insert_rows(conn, Job, [job.row() for job in plain])
             insert_or_ignore(conn, Job, [job.row() for job in keyed], [Job.idempotency_key])
     except IntegrityError as exc:
         if named := _named(conn, [*plain, *keyed]):
@@ -265,6 +264,7 @@ class LockedJob:
 
 
 _LOCKED_COLUMNS = tuple(getattr(Job, name.name) for name in fields(LockedJob))
+_LOCK = select(*_LOCKED_COLUMNS).where(among(Job.id)).order_by(Job.id).with_for_update()
 
 
 def lock_jobs(conn: Connection, ids: Iterable[str]) -> dict[str, LockedJob]:
@@ -273,11 +273,10 @@ def lock_jobs(conn: Connection, ids: Iterable[str]) -> dict[str, LockedJob]:
     Always in the order of their ids, so that two transactions do not wait for each other. SQLite needs no row
     locks: the whole transaction holds its write lock.
     """
-    query = select(*_LOCKED_COLUMNS).order_by(Job.id).with_for_update()
     return {
-        row.id: LockedJob(*row)
+        row[0]: LockedJob(*row)
         for some in chunked(sorted(set(ids)))
-        for row in conn.execute(query.where(Job.id.in_(some)))
+        for row in conn.execute(_LOCK, {"ids": some})
     }
 
 
