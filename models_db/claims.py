@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, insert, select
 
 from models_db.base import utcnow
+from models_db.deaths import DIED, SUSPECT_DEATHS, lose
 from models_db.dialects import chunked, insert_or_ignore
 from models_db.errors import DatabaseError, InvalidValueError
 from models_db.jobs import LockedJob, job_results, lock_jobs
 from models_db.records import NewJob, StoredResult
 from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Result
 from models_db.text import clean_text, clip
+from models_db.transitions import close_attempts, end_jobs, queue_jobs, start_jobs
 
 ERROR_TYPE_LENGTH = 128
 EXPIRED_BEFORE_START = "its deadline passed before a worker could start it"
+WAITED_TOO_LONG = "it waited in the queue for longer than max_queue_age_s"
 
 
 class ClaimKind(StrEnum):
@@ -32,6 +35,7 @@ class ClaimKind(StrEnum):
     CLAIMED = "claimed"  # run it: this incarnation owns it now
     JOINED = "joined"  # this incarnation runs it already
     ELSEWHERE = "elsewhere"  # a live worker runs it; acknowledge
+    SUSPECT = "suspect"  # queued, but its turn comes without a delivery (models_db.suspects); acknowledge
     TERMINAL = "terminal"  # it has ended, perhaps by this very claim; deliver the stored outcome
 
 
@@ -48,9 +52,13 @@ class StoredOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ClaimItem:
-    """One delivery that wants to run. ``job`` is inserted if no row has its id, as for a bare ``send_task``."""
+    """One delivery that wants to run. ``job`` is inserted if no row has its id, as for a bare ``send_task``.
+
+    A job that was created more than ``max_age_s`` ago expires instead.
+    """
 
     job: NewJob
+    max_age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,40 +121,38 @@ def claim(
     commit of this very call, with the same ``now``, may have gone through: what it won is reported as claimed.
     """
     now = now or utcnow()
-    jobs = {item.job.id: item.job for item in reversed(items)}
-    locked = _lock_or_insert(conn, jobs, now)
+    wanted = {item.job.id: item for item in reversed(items)}
+    locked = _lock_or_insert(conn, {job_id: item.job for job_id, item in wanted.items()}, now)
+    orphans = [job for job in locked.values() if job.owner in dead_ids and job.owner != worker_id]
+    locked |= {job.id: job for job in lose(conn, orphans, now, DIED)}
 
     kinds: dict[str, ClaimKind] = {}
     won: list[LockedJob] = []
-    ended: dict[JobState, list[LockedJob]] = {JobState.CANCELLED: [], JobState.EXPIRED: []}
+    ended: dict[str, tuple[JobState, str | None]] = {}
     for job in locked.values():
         if job.state.terminal:
             kinds[job.id] = ClaimKind.TERMINAL
         elif job.owner == worker_id:
             ours = replay and job.started_at == now
             kinds[job.id] = ClaimKind.CLAIMED if ours else ClaimKind.JOINED
-        elif job.owner is not None and job.owner not in dead_ids:
+        elif job.owner is not None:
             kinds[job.id] = ClaimKind.ELSEWHERE
-        elif job.cancel_requested:
+        elif end := _end_before_start(job, wanted[job.id].max_age_s, now):
             kinds[job.id] = ClaimKind.TERMINAL
-            ended[JobState.CANCELLED].append(job)
-        elif job.deadline_at is not None and job.deadline_at <= now:
-            kinds[job.id] = ClaimKind.TERMINAL
-            ended[JobState.EXPIRED].append(job)
+            ended[job.id] = end
+        elif job.deaths >= SUSPECT_DEATHS:
+            kinds[job.id] = ClaimKind.SUSPECT
         else:
             kinds[job.id] = ClaimKind.CLAIMED
             won.append(job)
 
-    taken_over = [job.id for job in [*won, *ended[JobState.CANCELLED], *ended[JobState.EXPIRED]] if job.owner]
-    _close_attempts(conn, taken_over, AttemptOutcome.LOST, now, "the worker died")
-    _start(conn, won, worker_id, now)
-    for state, some in ended.items():
-        _end(conn, [job.id for job in some], state, now, *_end_error(state))
+    start_jobs(conn, won, worker_id, now)
+    for end in set(ended.values()):
+        end_jobs(conn, [job_id for job_id in ended if ended[job_id] == end], end[0], now, *_end_error(*end))
     attempts = {job.id: job.attempt for job in locked.values()} | {job.id: job.attempt + 1 for job in won}
 
     terminal = {job_id: job for job_id, job in locked.items() if kinds[job_id] is ClaimKind.TERMINAL}
-    ended_states = {job.id: state for state, some in ended.items() for job in some}
-    stored = _stored_outcomes(conn, terminal, ended_states)
+    stored = _stored_outcomes(conn, terminal, ended)
     outcomes = []
     seen: set[str] = set()
     for item in items:
@@ -189,8 +195,8 @@ def finish(
             item.job_id
         )
     for (state, error_type, message), ids in groups.items():
-        _end(conn, ids, state, now, error_type, message)
-        _close_attempts(conn, ids, AttemptOutcome(state), now, message)
+        end_jobs(conn, ids, state, now, error_type, message)
+        close_attempts(conn, ids, AttemptOutcome(state), now, message)
     rows = [item.result.row(item.job_id, now) for item in committed if item.result is not None]
     if rows:
         conn.execute(insert(Result), rows)
@@ -213,8 +219,11 @@ def release(
         error = None if item.error is None else clean_text(item.error)
         groups.setdefault((item.outcome, error), []).append(item.job_id)
     for (outcome, error), ids in groups.items():
-        _close_attempts(conn, ids, outcome, now, error)
-    _update_jobs(conn, [item.job_id for item in released], state=JobState.QUEUED, owner=None, started_at=None)
+        if outcome is AttemptOutcome.LOST:
+            lose(conn, list(lock_jobs(conn, ids).values()), now, error or DIED)
+        else:
+            close_attempts(conn, ids, outcome, now, error)
+            queue_jobs(conn, ids)
     return counts
 
 
@@ -237,69 +246,21 @@ def _lock_or_insert(conn: Connection, jobs: Mapping[str, NewJob], now: datetime)
     return locked
 
 
-def _start(conn: Connection, won: Sequence[LockedJob], worker_id: str, now: datetime) -> None:
-    _update_jobs(
-        conn,
-        [job.id for job in won],
-        state=JobState.RUNNING,
-        attempt=Job.attempt + 1,
-        owner=worker_id,
-        started_at=now,
-    )
-    if won:
-        conn.execute(
-            insert(Attempt),
-            [
-                {"job_id": job.id, "number": job.attempt + 1, "worker_id": worker_id, "started_at": now}
-                for job in won
-            ],
-        )
+def _end_before_start(
+    job: LockedJob, max_age_s: float | None, now: datetime
+) -> tuple[JobState, str | None] | None:
+    """The end, with its reason, of a queued job that is not to start any more."""
+    if job.cancel_requested:
+        return JobState.CANCELLED, None
+    if job.deadline_at is not None and job.deadline_at <= now:
+        return JobState.EXPIRED, EXPIRED_BEFORE_START
+    if max_age_s is not None and job.created_at + timedelta(seconds=max_age_s) <= now:
+        return JobState.EXPIRED, WAITED_TOO_LONG
+    return None
 
 
-def _end(
-    conn: Connection,
-    ids: Sequence[str],
-    state: JobState,
-    now: datetime,
-    error_type: str | None,
-    error_message: str | None,
-) -> None:
-    _update_jobs(
-        conn,
-        ids,
-        state=state,
-        owner=None,
-        finished_at=now,
-        error_type=error_type,
-        error_message=error_message,
-    )
-
-
-def _end_error(state: JobState) -> tuple[str | None, str | None]:
-    return ("deadline", EXPIRED_BEFORE_START) if state is JobState.EXPIRED else (None, None)
-
-
-def _update_jobs(conn: Connection, ids: Sequence[str], **values: Any) -> None:
-    """Change rows that this transaction has locked and judged; their number is checked, not assumed."""
-    for some in chunked(ids):
-        open_states = (JobState.QUEUED, JobState.RUNNING)
-        statement = update(Job).where(Job.id.in_(some), Job.state.in_(open_states)).values(**values)
-        if (changed := conn.execute(statement).rowcount) != len(some):
-            raise DatabaseError(
-                f"{len(some) - changed} of {len(some)} locked jobs were changed by someone else. "
-                "Use an engine from models_db.session.make_engine, whose isolation level the claim relies on"
-            )
-
-
-def _close_attempts(
-    conn: Connection, ids: Sequence[str], outcome: AttemptOutcome, now: datetime, error: str | None
-) -> None:
-    for some in chunked(ids):
-        conn.execute(
-            update(Attempt)
-            .where(Attempt.job_id.in_(some), Attempt.outcome.is_(None))
-            .values(outcome=outcome, ended_at=now, error=error)
-        )
+def _end_error(state: JobState, reason: str | None) -> tuple[str | None, str | None]:
+    return ("deadline", reason) if state is JobState.EXPIRED else (None, None)
 
 
 class _OfAttempt(Protocol):
@@ -357,16 +318,16 @@ def _ended_at(
 
 
 def _stored_outcomes(
-    conn: Connection, terminal: Mapping[str, LockedJob], ended: Mapping[str, JobState]
+    conn: Connection, terminal: Mapping[str, LockedJob], ended: Mapping[str, tuple[JobState, str | None]]
 ) -> dict[str, StoredOutcome]:
     results = job_results(conn, list(terminal))
     stored = {}
     for job_id, job in terminal.items():
-        state = ended.get(job_id)
-        if state is None:
+        end = ended.get(job_id)
+        if end is None:
             stored[job_id] = StoredOutcome(
                 job.state, results.get(job_id), job.error_type, job.error_message, job.callbacks_sent_at
             )
         else:
-            stored[job_id] = StoredOutcome(state, None, *_end_error(state), None)
+            stored[job_id] = StoredOutcome(end[0], None, *_end_error(*end), None)
     return stored

@@ -256,11 +256,14 @@ class LockedJob:
     attempt: int
     owner: str | None
     cancel_requested: bool
+    created_at: datetime
     started_at: datetime | None
     deadline_at: datetime | None
     error_type: str | None
     error_message: str | None
     callbacks_sent_at: datetime | None
+    deaths: int
+    solo_deaths: int
 
 
 _LOCKED_COLUMNS = tuple(getattr(Job, name.name) for name in fields(LockedJob))
@@ -355,6 +358,8 @@ def retry_failed(
                 callbacks_sent_at=None,
                 error_type=None,
                 error_message=None,
+                deaths=0,
+                solo_deaths=0,
             )
         )
         batches = conn.execute(select(Job.id, Job.created_at, Job.batch_id).where(Job.id.in_(some))).all()

@@ -11,13 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from sqlalchemy import select
 
 from models_db.claims import ClaimItem, ClaimKind, FinishItem, ReleaseItem, claim, finish, release
+from models_db.deaths import ALONE_DEATHS, SOLO_LIMIT, SUSPECT_DEATHS, bury
 from models_db.jobs import insert_jobs, request_cancel, retry_failed
+from models_db.suspects import claim_suspects, drop_lock, take_lock
 from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Result
 from tests.db.conftest import wipe
 from tests.db.helpers import add_workers, at, new_job, new_result
 
 JOBS = st.sampled_from(["a", "b", "c"])
 WORKERS = st.sampled_from(["w1", "w2", "w3"])
+QUEUE = new_job("any").queue
 SOME_WORKERS = st.frozensets(WORKERS, max_size=2)
 TERMINAL = [state for state in JobState if state.terminal]
 
@@ -32,6 +35,8 @@ class Expected:
     cancel: bool = False
     deadline: int | None = None
     text: str | None = None
+    deaths: int = 0
+    solo_deaths: int = 0
     history: list[tuple[str, AttemptOutcome | None]] = field(default_factory=list)
 
     def close(self, outcome):
@@ -40,7 +45,23 @@ class Expected:
     def end(self, state):
         self.state, self.owner = state, None
 
-    def claim(self, worker, dead, now):
+    def lose(self, alone):
+        """Its worker died."""
+        self.close(AttemptOutcome.LOST)
+        self.deaths += 1
+        self.solo_deaths += alone
+        if self.cancel:
+            self.end(JobState.CANCELLED)
+        elif self.solo_deaths >= SOLO_LIMIT:
+            self.end(JobState.FAILED)
+        else:
+            self.state, self.owner = JobState.QUEUED, None
+
+    def start(self, worker):
+        self.state, self.owner, self.attempt = JobState.RUNNING, worker, self.attempt + 1
+        self.history.append((worker, None))
+
+    def claim(self, worker, dead, now, alone):
         if self.state.terminal:
             return ClaimKind.TERMINAL
         if self.owner == worker:
@@ -48,15 +69,15 @@ class Expected:
         if self.owner is not None and self.owner not in dead:
             return ClaimKind.ELSEWHERE
         if self.owner is not None:
-            self.close(AttemptOutcome.LOST)
-        if self.cancel:
-            self.end(JobState.CANCELLED)
-            return ClaimKind.TERMINAL
+            self.lose(alone)
+            if self.state.terminal:
+                return ClaimKind.TERMINAL
         if self.deadline is not None and self.deadline <= now:
             self.end(JobState.EXPIRED)
             return ClaimKind.TERMINAL
-        self.state, self.owner, self.attempt = JobState.RUNNING, worker, self.attempt + 1
-        self.history.append((worker, None))
+        if self.deaths >= SUSPECT_DEATHS:
+            return ClaimKind.SUSPECT
+        self.start(worker)
         return ClaimKind.CLAIMED
 
     def is_current(self, worker, attempt):
@@ -71,6 +92,13 @@ def machine(engine):
             add_workers(engine, "w1", "w2", "w3")
             self.now = 0
             self.jobs: dict[str, Expected] = {}
+
+        def alone(self, worker):
+            """Whether the worker had one job only when it died."""
+            attempts = [attempt for job in self.jobs.values() for attempt in job.history]
+            return (
+                sum(attempt in ((worker, None), (worker, AttemptOutcome.LOST)) for attempt in attempts) == 1
+            )
 
         @rule(job=JOBS, deadline=st.none() | st.integers(0, 6))
         def insert(self, job, deadline):
@@ -89,7 +117,8 @@ def machine(engine):
             seen = {}
             for job, outcome in zip(jobs, outcomes, strict=True):
                 expected = self.jobs.setdefault(job, Expected())
-                kind = seen.get(job) or expected.claim(worker, dead, self.now)
+                alone = self.alone(expected.owner)
+                kind = seen.get(job) or expected.claim(worker, dead, self.now, alone)
                 seen[job] = ClaimKind.JOINED if kind is ClaimKind.CLAIMED else kind
                 assert (outcome.job_id, outcome.kind, outcome.attempt) == (job, kind, expected.attempt)
                 stored = outcome.outcome
@@ -118,16 +147,53 @@ def machine(engine):
                 expected.close(AttemptOutcome(state))
                 expected.text = text
 
-        @rule(worker=WORKERS, job=JOBS, back=st.integers(0, 1))
-        def release(self, worker, job, back):
+        @rule(worker=WORKERS, job=JOBS, back=st.integers(0, 1), lost=st.booleans())
+        def release(self, worker, job, back, lost):
             expected = self.jobs.get(job, Expected())
             attempt = expected.attempt - back
+            outcome = AttemptOutcome.LOST if lost else AttemptOutcome.RELEASED
             with engine.begin() as conn:
-                (released,) = release(conn, [ReleaseItem(job, attempt)], worker, now=at(self.now))
+                item = ReleaseItem(job, attempt, outcome)
+                (released,) = release(conn, [item], worker, now=at(self.now))
             assert released == expected.is_current(worker, attempt)
-            if released:
+            if released and lost:
+                expected.lose(self.alone(worker))
+            elif released:
                 expected.state, expected.owner = JobState.QUEUED, None
                 expected.close(AttemptOutcome.RELEASED)
+
+        @rule(worker=WORKERS)
+        def bury(self, worker):
+            with engine.begin() as conn:
+                burial = bury(conn, worker, now=at(self.now))
+            alone = self.alone(worker)
+            owned = {job for job, expected in self.jobs.items() if expected.owner == worker}
+            for job in owned:
+                self.jobs[job].lose(alone)
+            assert set(burial.ended) == {job for job in owned if self.jobs[job].state.terminal}
+            waiting = owned - set(burial.ended)
+            assert set(burial.suspects) == {job for job in waiting if self.jobs[job].deaths >= SUSPECT_DEATHS}
+            assert set(burial.queued) == waiting - set(burial.suspects)
+
+        @rule(worker=WORKERS, limit=st.integers(1, 3), alone=st.booleans())
+        def run_suspects(self, worker, limit, alone):
+            with engine.begin() as conn:
+                assert take_lock(conn, "suspects", worker)
+                claimed = claim_suspects(
+                    conn, QUEUE, "suspects", worker, limit, alone=alone, now=at(self.now)
+                )
+                drop_lock(conn, "suspects", worker)
+            suspects = [
+                job
+                for job, expected in sorted(self.jobs.items())
+                if expected.state is JobState.QUEUED
+                and expected.deaths >= SUSPECT_DEATHS
+                and (expected.deaths >= ALONE_DEATHS) == alone
+            ]
+            assert [suspect.job_id for suspect in claimed] == suspects[:limit]
+            for suspect in claimed:
+                self.jobs[suspect.job_id].start(worker)
+                assert suspect.attempt == self.jobs[suspect.job_id].attempt
 
         @rule(jobs=st.lists(JOBS, max_size=3))
         def cancel(self, jobs):
@@ -149,6 +215,7 @@ def machine(engine):
             for job in known:
                 expected = self.jobs[job]
                 expected.state, expected.cancel, expected.text = JobState.QUEUED, False, None
+                expected.deaths = expected.solo_deaths = 0
                 if expected.deadline is not None and expected.deadline <= self.now:
                     expected.deadline = None
 
@@ -159,9 +226,18 @@ def machine(engine):
         @invariant()
         def the_tables_agree(self):
             with engine.connect() as conn:
-                rows = conn.execute(select(Job.id, Job.state, Job.attempt, Job.owner, Job.cancel_requested))
+                columns = (Job.id, Job.state, Job.attempt, Job.owner, Job.cancel_requested)
+                rows = conn.execute(select(*columns, Job.deaths, Job.solo_deaths))
                 actual = {
-                    row.id: Expected(row.state, row.attempt, row.owner, row.cancel_requested) for row in rows
+                    row.id: Expected(
+                        row.state,
+                        row.attempt,
+                        row.owner,
+                        row.cancel_requested,
+                        deaths=row.deaths,
+                        solo_deaths=row.solo_deaths,
+                    )
+                    for row in rows
                 }
                 numbers = {}
                 for job, number, worker, outcome in conn.execute(

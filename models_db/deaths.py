@@ -1,0 +1,172 @@
+"""What the death of a worker does to the jobs that it had in flight: they are queued again, and it is counted.
+
+Which of them was to blame nobody knows, so suspicion grows with the deaths that a job was present at:
+
+* after one it runs again as any other: most deaths have other causes;
+* from ``SUSPECT_DEATHS`` on it is a suspect: no delivery may claim it, suspects run in small groups, one group at a
+  time in the fleet (``models_db.suspects``);
+* from ``ALONE_DEATHS`` on it runs alone in a worker that runs nothing else meanwhile.
+
+Only a job that was alone with the worker ``SOLO_LIMIT`` times fails. So one deadly job among any number of others
+costs at most ``ALONE_DEATHS + SOLO_LIMIT`` workers, and the others lose nothing but time.
+
+Every function works inside the caller's transaction and never commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, func, or_, select, update
+
+from models_db.base import utcnow
+from models_db.dialects import chunked
+from models_db.jobs import LockedJob, lock_jobs
+from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Worker, WorkerState
+from models_db.transitions import close_attempts, end_jobs, queue_jobs
+
+SUSPECT_DEATHS = 2
+ALONE_DEATHS = 3
+SOLO_LIMIT = 2
+
+KILLED_ITS_WORKER = "WorkerDiedError"
+DIED = "the worker died"
+
+_LAST_WORDS = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Burial:
+    """What a worker left behind, by job id."""
+
+    queued: list[str] = field(default_factory=list)  # to be published again
+    suspects: list[str] = field(default_factory=list)  # queued, but not for everyone
+    ended: list[str] = field(default_factory=list)  # failed or cancelled by this; Celery has to hear of it
+    untold: list[str] = field(default_factory=list)  # ended before, but perhaps Celery has not heard of it
+
+
+def bury(conn: Connection, worker_id: str, *, now: datetime | None = None) -> Burial:
+    """Take everything from a worker that is dead or has stopped, and mark it dead unless it has stopped.
+
+    Doing it again finds nothing more, so several may do it at once. Jobs of a worker that stopped by itself are
+    queued again without suspicion.
+    """
+    now = now or utcnow()
+    dead = (
+        update(Worker)
+        .where(Worker.id == worker_id, Worker.state.not_in((WorkerState.STOPPED, WorkerState.DEAD)))
+        .values(state=WorkerState.DEAD, stopped_at=now)
+    )
+    first = conn.execute(dead).rowcount == 1
+    worker = conn.execute(
+        select(Worker.state, Worker.heartbeat_at).where(Worker.id == worker_id)
+    ).one_or_none()
+    owned = conn.scalars(select(Job.id).where(Job.owner == worker_id).order_by(Job.id)).all()
+    locked = [job for job in lock_jobs(conn, owned).values() if job.owner == worker_id]
+    if worker is not None and worker.state is WorkerState.STOPPED:
+        close_attempts(conn, [job.id for job in locked], AttemptOutcome.RELEASED, now, "its worker stopped")
+        queue_jobs(conn, [job.id for job in locked])
+        after = locked
+    else:
+        after = lose(conn, locked, now, DIED)
+    burial = Burial()
+    for job in after:
+        if job.state.terminal:
+            burial.ended.append(job.id)
+        elif job.deaths >= SUSPECT_DEATHS:
+            burial.suspects.append(job.id)
+        else:
+            burial.queued.append(job.id)
+    for some in chunked(burial.queued):
+        conn.execute(update(Job).where(Job.id.in_(some)).values(published_at=now))
+    if first and worker is not None:
+        burial.untold.extend(_untold(conn, worker_id, worker.heartbeat_at))
+    return burial
+
+
+def lose(conn: Connection, jobs: Sequence[LockedJob], now: datetime, error: str) -> list[LockedJob]:
+    """Queue these locked running jobs again, because their owners died; returns them as they are now.
+
+    Ends instead as ``cancelled`` what someone wants cancelled, and as ``failed`` what was alone with its dead worker
+    too often.
+    """
+    company = _in_flight(conn, {job.owner for job in jobs if job.owner is not None})
+    close_attempts(conn, [job.id for job in jobs], AttemptOutcome.LOST, now, error)
+    groups: dict[tuple[JobState, bool], list[str]] = {}
+    after = []
+    for job in jobs:
+        alone = job.owner is not None and company.get(job.owner, 0) == 1
+        solo_deaths = job.solo_deaths + alone
+        state, message = JobState.QUEUED, None
+        if job.cancel_requested:
+            state = JobState.CANCELLED
+        elif solo_deaths >= SOLO_LIMIT:
+            state, message = JobState.FAILED, _verdict(job, error)
+        after.append(
+            replace(
+                job,
+                state=state,
+                owner=None,
+                started_at=None if state is JobState.QUEUED else job.started_at,
+                deaths=job.deaths + 1,
+                solo_deaths=solo_deaths,
+                error_type=None if message is None else KILLED_ITS_WORKER,
+                error_message=message,
+            )
+        )
+        groups.setdefault((state, alone), []).append(job.id)
+    messages = {job.id: job.error_message for job in after}
+    for (state, alone), ids in groups.items():
+        counted: dict[str, Any] = {"deaths": Job.deaths + 1, "solo_deaths": Job.solo_deaths + int(alone)}
+        if state is JobState.QUEUED:
+            queue_jobs(conn, ids, **counted)
+        elif state is JobState.CANCELLED:
+            end_jobs(conn, ids, state, now, **counted)
+        else:
+            for job_id in ids:
+                end_jobs(conn, [job_id], state, now, KILLED_ITS_WORKER, messages[job_id], **counted)
+    return after
+
+
+def _verdict(job: LockedJob, error: str) -> str:
+    return (
+        f"{SOLO_LIMIT} workers died while they ran this job and nothing else (attempts {job.attempt} and before; "
+        f"the last time: {error}). Change the request, or look into the workers' logs and retry it"
+    )
+
+
+def _in_flight(conn: Connection, owners: Collection[str]) -> dict[str, int]:
+    """How many jobs each of these workers died with. What was lost before it was asked counts, too."""
+    query = (
+        select(Attempt.worker_id, func.count())
+        .where(
+            Attempt.worker_id.in_(sorted(owners)),
+            or_(Attempt.outcome.is_(None), Attempt.outcome == AttemptOutcome.LOST),
+        )
+        .group_by(Attempt.worker_id)
+    )
+    if not owners:
+        return {}
+    return {worker_id: count for worker_id, count in conn.execute(query)}  # noqa: C416 - mypy knows no dict(rows)
+
+
+def _untold(conn: Connection, worker_id: str, last_beat: datetime) -> list[str]:
+    """Jobs that the worker ended so shortly before its death that it may not have told Celery.
+
+    Both times were written by its own clock.
+    """
+    ended = tuple(AttemptOutcome(state) for state in JobState if state.terminal)
+    query = (
+        select(Attempt.job_id)
+        .join(Job, Job.id == Attempt.job_id)
+        .where(
+            Attempt.worker_id == worker_id,
+            Attempt.outcome.in_(ended),
+            Attempt.ended_at > last_beat - _LAST_WORDS,
+            Job.callbacks_sent_at.is_(None),
+        )
+    )
+    return list(conn.scalars(query))

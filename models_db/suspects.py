@@ -1,0 +1,99 @@
+"""Suspects: queued jobs that too many workers died with. One worker of the fleet at a time runs some of them.
+
+Every function works inside the caller's transaction and never commits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection, func, or_, select, update
+
+from models_db.base import utcnow
+from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS
+from models_db.dialects import insert_or_ignore
+from models_db.jobs import lock_jobs, stored_messages
+from models_db.records import StoredMessage
+from models_db.tables import FleetLock, Job, JobState, Worker, WorkerState
+from models_db.transitions import start_jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How many suspects of a queue wait: for a group, and to run alone."""
+
+    grouped: int
+    alone: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedSuspect:
+    """A suspect that this worker owns now."""
+
+    job_id: str
+    attempt: int
+    deadline_at: datetime | None
+    stored: StoredMessage
+
+
+def suspects_waiting(conn: Connection, queue: str) -> Waiting:
+    """Count them; cheap when there are none."""
+    alone = Job.deaths >= ALONE_DEATHS
+    query = (
+        select(alone, func.count())
+        .where(Job.state == JobState.QUEUED, Job.queue == queue, Job.deaths >= SUSPECT_DEATHS)
+        .group_by(alone)
+    )
+    counts = {bool(is_alone): count for is_alone, count in conn.execute(query)}
+    return Waiting(counts.get(False, 0), counts.get(True, 0))
+
+
+def take_lock(conn: Connection, name: str, worker_id: str, *, now: datetime | None = None) -> bool:
+    """Take the lock unless a worker that lives holds it. Taking it again succeeds."""
+    insert_or_ignore(conn, FleetLock, [{"name": name, "owner": None, "taken_at": None}], [FleetLock.name])
+    living = select(Worker.id).where(Worker.state.not_in((WorkerState.STOPPED, WorkerState.DEAD)))
+    free = or_(FleetLock.owner.is_(None), FleetLock.owner == worker_id, FleetLock.owner.not_in(living))
+    statement = update(FleetLock).where(FleetLock.name == name, free)
+    return conn.execute(statement.values(owner=worker_id, taken_at=now or utcnow())).rowcount == 1
+
+
+def drop_lock(conn: Connection, name: str, worker_id: str) -> None:
+    """Give the lock back; nothing happens when it is someone else's."""
+    conn.execute(
+        update(FleetLock)
+        .where(FleetLock.name == name, FleetLock.owner == worker_id)
+        .values(owner=None, taken_at=None)
+    )
+
+
+def claim_suspects(
+    conn: Connection,
+    queue: str,
+    lock: str,
+    worker_id: str,
+    limit: int,
+    *,
+    alone: bool,
+    now: datetime | None = None,
+) -> list[ClaimedSuspect]:
+    """Claim up to ``limit`` suspects, oldest first: those for a group, or those that run alone.
+
+    Claims nothing when the lock is not this worker's. A job without a stored message cannot be run from here and
+    is left for its own delivery.
+    """
+    now = now or utcnow()
+    held = select(FleetLock.owner).where(FleetLock.name == lock).with_for_update()
+    if conn.scalar(held) != worker_id:
+        return []
+    deaths = Job.deaths >= ALONE_DEATHS if alone else Job.deaths.between(SUSPECT_DEATHS, ALONE_DEATHS - 1)
+    ids = conn.scalars(
+        select(Job.id)
+        .where(Job.state == JobState.QUEUED, Job.queue == queue, deaths)
+        .order_by(Job.created_at, Job.id)
+        .limit(limit)
+    ).all()
+    locked = [job for job in lock_jobs(conn, ids).values() if job.state is JobState.QUEUED]
+    start_jobs(conn, locked, worker_id, now)
+    stored = stored_messages(conn, [job.id for job in locked])
+    return [ClaimedSuspect(job.id, job.attempt + 1, job.deadline_at, stored[job.id]) for job in locked]
