@@ -1,221 +1,357 @@
-"""The engine on one GPU against the memory floor: Llama-3.1-8B's shape, random bf16 weights, greedy, no end token.
+"""The engine on one GPU: Llama-3.1-8B's shape, random bf16 weights, greedy, no end token.
 
-    python -m benchmarks.gpu                          every work of the table
-    python -m benchmarks.gpu --works 32x256,32x1024   some of them: ROWSxNEW
-    python -m benchmarks.gpu --mode sync              what the asynchronous loop is worth
+    python -m benchmarks.gpu                             the whole table, transformers in the same run
+    python -m benchmarks.gpu --quick                     without the work of 8192 new tokens
+    python -m benchmarks.gpu --works 32x256,mixed        some works: ROWSxNEW, mixed, mixed-N for its first N
+    python -m benchmarks.gpu --parts fleet               a part alone, with the works that it is compared with
+    python -m benchmarks.gpu --tiny                      a toy model, also on a CPU, to try the command itself
 
-Decode ms/step = (whole run - time to the last first token) / (new tokens - 1). The floor is the bytes of weights and
-of keys and values a step must read, over the highest read rate measured in this run.
+Parts: works (short contexts in one engine, long ones in another, since the engine launches kernels early only where
+contexts are short), sync, peer (transformers), fleet (the same work as Celery jobs), overlap (a profiler's trace), and
+kernels (the time of each kernel). Each engine is made for its part, and its memory is given back before the next one.
+
+The floor is the bytes of weights and of keys and values that the steps must read, over the highest read rate
+measured in this run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import shlex
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from backend.api import GenerationRequest, Prompt, SamplingParams
-from backend.config import EngineConfig
-from backend.engine import AsyncEngine
+from rich.console import Console
+from rich.table import Table
 
-PROMPT_TOKENS = 64
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-SHOWN = (
-    "mode",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_kv_blocks",
-    "attention",
-    "layers",
-    "graph_bytes",
+from benchmarks import gpu_report, overlap
+from benchmarks.gpu_works import (
+    LLAMA_8B,
+    MIXED_FILE,
+    SHORT_CONTEXT,
+    TINY,
+    Work,
+    mixed,
+    parse_works,
+    uniform,
+    weight_bytes,
 )
-DEFAULT_WORKS = "32x256,32x1024,128x1024,256x1024"
+from benchmarks.report import environment
+
+PARTS = ("works", "sync", "peer", "fleet", "overlap", "kernels")
+DEFAULT_PARTS = "works,sync,peer"
+WORKS = "32x256,32x1024,128x1024,256x1024,mixed,32x8192"
+QUICK_WORKS = "32x256,32x1024,128x1024,256x1024,mixed"
+TINY_WORKS = "4x80,8x120,mixed-12"
 
 
-@dataclass(frozen=True)
-class Work:
-    """``rows`` requests at once, ``new`` tokens each."""
+class Bench:
+    """One measurement: runs the parts that are asked for, prints each result as it comes, and keeps all.
 
-    rows: int
-    new: int
+    A part that fails is reported and does not keep the others from running.
+    """
 
+    def __init__(self, options: argparse.Namespace, folder: Path, say: Callable[[str | Table], None]) -> None:
+        self._options = options
+        self._folder = folder
+        self._say = say
+        self._tiny = bool(options.tiny)
+        self._shape = dict(TINY if options.tiny else LLAMA_8B)
+        if options.layers:
+            self._shape["num_hidden_layers"] = options.layers
+        self._device = str(options.device)
+        self._rate = 0.0
+        self._done: dict[str, dict[str, Any]] = {}
+        self.kept: dict[str, Any] = {"works": [], "engines": [], "failed": []}
 
-def weight_bytes(layers: int) -> int:
-    """Bytes of the matrices that a step reads whole; of the embedding it reads a few rows."""
-    return 2 * (layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096)
+    def run(self, parts: list[str], works: list[Work], began: float) -> None:
+        """Run the parts; ``began`` is when the process did, on the monotonic clock."""
+        import torch
 
+        from benchmarks.gpu_engine import write_shape
 
-def kv_bytes_a_token(layers: int) -> int:
-    """Bytes of one token's keys and values."""
-    return 2 * layers * 8 * 128 * 2
+        if self._device == "auto":
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        write_shape(self._folder / "shape", self._shape)
+        short = self._with_compared([work for work in works if work.context <= SHORT_CONTEXT], parts)
+        groups = [group for group in (short, [w for w in works if w.context > SHORT_CONTEXT]) if group]
+        for group in groups:
+            with self._part("works"):
+                self._works(group, None if self._rate else began)
+        if self.kept["works"]:
+            self._say(gpu_report.works_table(self.kept["works"]))
+        if "sync" in parts:
+            with self._part("sync"):
+                self._sync(short)
+        for name, part in (("peer", self._peer), ("fleet", self._fleet)):
+            if name in parts:
+                with self._part(name):
+                    part()
+        if "overlap" in parts or "kernels" in parts:
+            with self._part("overlap"):
+                self._traced(parts)
+        self._say(gpu_report.engines_table(self.kept["engines"]))
 
+    # -------------------------------------------------------------------------------------------------- the parts
 
-def read_rate() -> float:
-    """Highest rate of plain reductions over a large tensor, bytes/s."""
-    import torch
+    def _with_compared(self, works: list[Work], parts: list[str]) -> list[Work]:
+        """The works, and those that other parts compare theirs with."""
+        wanted = list(works)
+        for part, needed in (
+            ("sync", self._sync_works()),
+            ("peer", self._peer_works()),
+            ("fleet", self._fleet_works()),
+        ):
+            if part in parts:
+                wanted += [work for work in needed if work.name not in {each.name for each in wanted}]
+        return wanted
 
-    data = torch.ones(2**31, dtype=torch.float32, device="cuda")
-    best = 0.0
-    for reduce in (torch.sum, torch.amax, torch.linalg.vector_norm) * 5:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        reduce(data)
-        end.record()
-        end.synchronize()
-        best = max(best, data.numel() * data.element_size() / (start.elapsed_time(end) / 1e3))
-    return best
+    def _works(self, works: list[Work], began: float | None) -> None:
+        from benchmarks.gpu_engine import measured
 
-
-def run(engine: AsyncEngine, requests: list[tuple[int, int]]) -> dict[str, float]:
-    """Submit all requests (prompt and new tokens) at once, wait for all; times and counts."""
-    prompts = [
-        tuple(random.Random(index).randrange(5, 120_000) for _ in range(count))
-        for index, (count, _) in enumerate(requests)
-    ]
-    before = engine.stats()
-    began = time.monotonic()
-    handles = [
-        engine.submit(
-            GenerationRequest(
-                request_id=str(index),
-                prompt=Prompt(token_ids=prompt),
-                sampling=SamplingParams(max_tokens=new, ignore_eos=True),
-            )
-        )
-        for index, (prompt, (_, new)) in enumerate(zip(prompts, requests, strict=True))
-    ]
-    results = [handle.result() for handle in handles]
-    whole = time.monotonic() - began
-    after = engine.stats()
-    tokens = sum(result.completion_tokens for result in results)
-    assert tokens == sum(new for _, new in requests)
-    prefill = max(r.time_to_first_token_s or 0.0 for r in results)
-    steps = after.steps - before.steps
-    return {
-        "whole_s": whole,
-        "prefill_s": prefill,
-        "tokens": tokens,
-        "tokens_per_s": tokens / whole,
-        "steps": steps,
-        "active": (after.busy_s - before.busy_s) / whole,
-        "prepare_ms": 1e3 * (after.prepare_s - before.prepare_s) / steps,
-        "busy_ms": 1e3 * (after.busy_s - before.busy_s) / steps,
-    }
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--works", default=DEFAULT_WORKS)
-    parser.add_argument("--mixed", type=Path, help='JSON of {"requests": [[prompt tokens, new tokens], …]}')
-    parser.add_argument("--mode", choices=["async", "sync"], default="async")
-    parser.add_argument("--layers", type=int, default=32, help="fewer layers for a quick look")
-    parser.add_argument("--tokens", type=int, default=2048, help="max_num_batched_tokens")
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of some decode steps")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-
-    import torch
-    import transformers
-
-    lines: list[str] = []
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-        lines.append(text)
-
-    weights, kv_bytes = weight_bytes(arguments.layers), kv_bytes_a_token(arguments.layers)
-    rate = read_rate()
-    say(f"# python -m benchmarks.gpu {' '.join(sys.argv[1:])}")
-    say(
-        f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-    say(f"# read rate {rate / 1e12:.2f} TB/s, weights {weights / 1e9:.2f} GB a step")
-    works = [Work(*map(int, work.split("x"))) for work in arguments.works.split(",") if work]
-    mixed = json.loads(arguments.mixed.read_text())["requests"] if arguments.mixed else []
-    longest = max([PROMPT_TOKENS + w.new for w in works] + [sum(r) for r in mixed])
-    rows = max([w.rows for w in works] + ([256] if mixed else []))
-    with tempfile.TemporaryDirectory() as folder:
-        config = LLAMA_8B | {"num_hidden_layers": arguments.layers}
-        Path(folder, "config.json").write_text(json.dumps(config))
-        began = time.monotonic()
-        engine = AsyncEngine(
-            EngineConfig(
-                model=folder,
-                load_format="dummy",
-                tokenizer="none",
-                device="cuda",
-                mode=arguments.mode,
-                max_num_seqs=rows,
-                max_num_batched_tokens=max(arguments.tokens, rows),
-                max_model_len=longest + 16,
-                cuda_graphs=not arguments.no_graphs,
-                prefix_cache=False,
-            )
-        )
-        engine.start()
-        run(engine, [(PROMPT_TOKENS, 8)] * 2)
-        details = engine.info().details
-        say(f"# start to first tokens {time.monotonic() - began:.1f} s")
-        say("# " + ", ".join(f"{name} {details[name]}" for name in SHOWN if name in details))
-        try:
+        with measured(self._configuration(works, mode=self._options.mode), began) as engine:
+            self._started(engine.describe())
+            if not self._rate:
+                self._measure_rate()
             for work in works:
-                figures = run(engine, [(PROMPT_TOKENS, work.new)] * work.rows)
-                step = (figures["whole_s"] - figures["prefill_s"]) / (work.new - 1)
-                context = PROMPT_TOKENS + work.new / 2
-                floor = (weights + work.rows * context * kv_bytes) / rate
-                say(
-                    f"batch {work.rows:4d} new {work.new:5d}: {step * 1e3:6.3f} ms/step (floor {floor * 1e3:.2f}, "
-                    f"{floor / step:.0%}), whole {figures['whole_s']:.2f} s, {figures['tokens_per_s']:,.0f} tok/s, "
-                    f"active {figures['active']:.2%}, prepare {figures['prepare_ms']:.3f} ms, "
-                    f"busy {figures['busy_ms']:.3f} ms"
-                )
-            if mixed:
-                figures = run(engine, [tuple(r) for r in mixed])
-                say(
-                    f"mixed {len(mixed)} requests: {figures['whole_s']:.2f} s, {figures['tokens_per_s']:,.0f} tok/s, "
-                    f"{figures['steps']:.0f} steps, active {figures['active']:.2%}"
-                )
-            if arguments.profile:
-                from torch.profiler import ProfilerActivity, profile
+                figures = engine.run(work).to_dict()
+                figures["floor_s"] = work.floor_s(self._shape, self._rate)
+                spent = figures["whole_s"] - (figures["prefill_s"] if work.steps else 0.0)
+                figures["floor_share"] = figures["floor_s"] / spent
+                self._done[work.name] = figures
+                self.kept["works"].append(figures)
+                self._progress(figures)
 
-                with profile(activities=[ProfilerActivity.CUDA]) as trace:
-                    run(engine, [(PROMPT_TOKENS, 40)] * min(rows, 32))
-                say(
-                    trace.key_averages().table(
-                        sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70
-                    )
-                )
+    def _sync(self, group: list[Work]) -> None:
+        """The same engine as that of ``group``, with the switch ``sync``; nothing else differs."""
+        from benchmarks.gpu_engine import measured
+
+        found = []
+        with measured(self._configuration(group, mode="sync")) as engine:
+            self._started(engine.describe())
+            for work in self._sync_works():
+                found.append(engine.run(work).to_dict())
+                self._progress(found[-1])
+        self.kept["sync"] = found
+        self._say(gpu_report.sync_table([(self._done[each["name"]], each) for each in found]))
+
+    def _peer(self) -> None:
+        from benchmarks import gpu_peer
+
+        works = self._peer_works()
+        found = gpu_peer.measure(
+            self._folder / "shape",
+            works,
+            device=self._device,
+            timeout_s=self._options.peer_timeout,
+            compile_level=self._options.peer_compile,
+        )
+        self.kept["peer"] = found
+        self._say(gpu_report.peer_table(found, [self._done[work.name] for work in works]))
+
+    def _fleet(self) -> None:
+        from benchmarks import gpu_fleet
+
+        works = self._fleet_works()
+        found = []
+        config = self._configuration(works, mode="async")
+        for figures in gpu_fleet.measure(
+            self._folder / "fleet", config, works, timeout_s=self._options.fleet_timeout
+        ):
+            found.append(figures.to_dict())
+            self._say(f"fleet {figures.name}: {figures.whole_s:.2f} s, {figures.tokens_per_s:,.0f} tok/s")
+        self.kept["fleet"] = found
+        self._say(gpu_report.fleet_table([(each, self._done[each["name"]]) for each in found]))
+
+    def _traced(self, parts: list[str]) -> None:
+        """What needs a profiler, which slows a process for good: in engines of their own, after everything else."""
+        from benchmarks.gpu_engine import measured
+
+        if self._device == "cpu":
+            raise RuntimeError("the profiler traces a GPU, and there is none")
+        work = uniform(32, 1024)
+        runs = []
+        for mode in ("async", "sync") if "overlap" in parts else ("async",):
+            with measured(self._configuration([work], mode=mode)) as engine:
+                self._started(engine.describe())
+                if "overlap" in parts:
+                    runs.append(overlap.record(engine, work))
+                if "kernels" in parts and mode == "async":
+                    self._say(_kernel_times(engine))
+        if runs:
+            self.kept["overlap"] = {"runs": runs}
+            self._say(gpu_report.overlap_table(runs))
+
+    # ---------------------------------------------------------------------------------------- works of the parts
+
+    def _sync_works(self) -> list[Work]:
+        return [uniform(4, 80)] if self._tiny else [uniform(32, 256), uniform(32, 1024)]
+
+    def _peer_works(self) -> list[Work]:
+        if self._tiny:
+            return [uniform(4, 80)]
+        return [uniform(32, 256), mixed(self._options.mixed or MIXED_FILE, count=32, slots=32)]
+
+    def _fleet_works(self) -> list[Work]:
+        if self._tiny:
+            return [mixed(count=12, slots=8)]
+        return [mixed(self._options.mixed or MIXED_FILE), uniform(256, 1024)]
+
+    # ------------------------------------------------------------------------------------------------------ helpers
+
+    def _configuration(self, works: list[Work], **options: Any) -> Any:
+        from benchmarks.gpu_engine import configuration
+
+        given = self._options
+        options |= {"device": self._device, "cuda_graphs": not given.no_graphs}
+        if given.tokens:
+            options["max_num_batched_tokens"] = max(given.tokens, *(work.slots for work in works))
+        return configuration(self._folder / "shape", works, **options)
+
+    def _measure_rate(self) -> None:
+        import torch
+
+        from benchmarks.gpu_engine import read_rate
+
+        self._rate = read_rate(self._device)
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+        weights = weight_bytes(self._shape)
+        self.kept |= {"read_rate_bytes_per_s": self._rate, "weight_bytes": weights}
+        self._say(f"read rate {self._rate / 1e12:.2f} TB/s, weights {weights / 1e9:.2f} GB a step")
+
+    def _started(self, facts: dict[str, Any]) -> None:
+        self.kept["engines"].append(facts)
+        graphs = facts.get("graph_bytes", 0) / gpu_report.MIB
+        self._say(
+            f"{facts['mode']} engine: start to first token {facts['start_to_first_token_s']:.1f} s "
+            f"({facts['kernels_built']} kernels built), graphs {graphs:,.0f} MiB, {facts['num_kv_blocks']} KV blocks, "
+            f"attention {facts['attention']}, layers {facts['layers']}"
+        )
+
+    def _progress(self, figures: dict[str, Any]) -> None:
+        step = "" if figures["step_ms"] is None else f"{figures['step_ms']:.3f} ms/step, "
+        active = (figures["steady"] or figures["all"])["active"]
+        self._say(
+            f"{figures['name']}: {step}whole {figures['whole_s']:.2f} s, {figures['tokens_per_s']:,.0f} tok/s, "
+            f"{figures['all']['steps']} steps, active {active:.2%} (whole run {figures['all']['active']:.2%})"
+        )
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:
+            self.kept["failed"].append(name)
+            traceback.print_exc()
+            self._say(f"{name} failed: {exc}")
+
+
+def options_from(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", help=f"any of {', '.join(PARTS)}; {DEFAULT_PARTS} when unset")
+    parser.add_argument("--works", help=f"{WORKS} when unset")
+    parser.add_argument("--quick", action="store_true", help="leave out the work of 8192 new tokens")
+    parser.add_argument(
+        "--mixed", type=Path, help='another mixed work: {"requests": [[prompt, new tokens], …]}'
+    )
+    parser.add_argument("--mode", choices=["async", "sync"], default="async", help="of the works' engines")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--tokens", type=int, help="max_num_batched_tokens; 2048 when unset")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--tiny", action="store_true", help="a toy model and short works")
+    parser.add_argument("--peer-compile", type=int, choices=range(4), default=0, help="transformers' level")
+    parser.add_argument("--peer-timeout", type=float, default=120.0, help="seconds for transformers in all")
+    parser.add_argument(
+        "--fleet-timeout", type=float, default=120.0, help="seconds for each work of the fleet"
+    )
+    parser.add_argument("--json", type=Path, help="keep every figure here")
+    parser.add_argument("--trace", type=Path, help="keep the intervals of the overlap here, to be drawn")
+    parser.add_argument("--out", type=Path, help="write what is printed here, too")
+    options = parser.parse_args(arguments)
+    parts = options.parts or ("works" if options.works else DEFAULT_PARTS)
+    options.parts = [part for part in parts.split(",") if part]
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    if options.works is None:
+        full = TINY_WORKS if options.tiny else QUICK_WORKS if options.quick else WORKS
+        options.works = full if "works" in options.parts else ""
+    try:
+        options.works = parse_works(options.works, options.mixed or MIXED_FILE)
+    except (ValueError, OSError, KeyError) as exc:
+        parser.error(f"--works: {exc}")
+    if options.mixed and "works" in options.parts and "mixed" not in {work.name for work in options.works}:
+        options.works.append(mixed(options.mixed))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run from the command line; 1 if a part failed."""
+    began = time.monotonic() - _process_age_s()
+    options = options_from(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    out = options.out.open("w", encoding="utf-8") if options.out else None
+
+    def say(what: str | Table) -> None:
+        print_to = [Console(width=116), *([Console(file=out, width=116, color_system=None)] if out else [])]
+        for console in print_to:
+            console.print(what, highlight=False, markup=False, soft_wrap=isinstance(what, str))
+        if out:
+            out.flush()
+
+    facts = environment(("torch", "triton", "transformers")) | {"gpu": _gpu_name()}
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *given])
+    say(f"$ {command}")
+    say(", ".join(f"{key} {value}" for key, value in facts.items()))
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder), say)
+        try:
+            bench.run(options.parts, options.works, began)
         finally:
-            engine.shutdown(drain=True)
-    if arguments.out:
-        arguments.out.write_text("\n".join(lines) + "\n")
+            say(f"all in {time.monotonic() - began:.0f} s")
+            record = {"command": command, "environment": facts, **bench.kept}
+            if options.json:
+                options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            if options.trace and "overlap" in bench.kept:
+                options.trace.write_text(json.dumps({"command": command, **bench.kept["overlap"]}) + "\n")
+            if out:
+                out.close()
+    return 1 if bench.kept["failed"] else 0
+
+
+def _kernel_times(engine: Any) -> str:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        engine.run(uniform(min(32, engine.config.max_num_seqs), 40))
+    return str(
+        trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70)
+    )
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def _process_age_s() -> float:
+    """Seconds since this process began, so that the imports count in the time to the first token."""
+    import psutil
+
+    return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

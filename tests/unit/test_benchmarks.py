@@ -10,12 +10,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from backend.api import ConfigurationError
-from benchmarks import compare, fleet, gpu, report, step_cpu
+from benchmarks import compare, fleet, report, step_cpu
 from benchmarks.compare import Measured, measure, table
 from benchmarks.systems import System, Tokens
 from benchmarks.workload import PROMPTS, Work, mixed, uniform
@@ -104,19 +103,6 @@ def test_a_comparison_that_cannot_be_is_refused_before_anything_is_loaded(
     assert options[0] in capsys.readouterr().err
 
 
-def test_the_floor_is_of_the_layers_that_run() -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    for layers in (1, 2):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                LlamaConfig(**gpu.LLAMA_8B | {"num_hidden_layers": layers}), dtype=torch.bfloat16
-            )
-        read = [m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)]
-        assert gpu.weight_bytes(layers) == sum(read)
-        assert gpu.kv_bytes_a_token(layers) == 2 * layers * 8 * 128 * 2
-
-
 def test_the_rate_of_the_fleet_needs_two_moments() -> None:
     began = datetime(2026, 1, 1, tzinfo=UTC)
     assert fleet.rate(10, began, began + timedelta(seconds=2)) == 5.0
@@ -158,6 +144,9 @@ def test_the_step_benchmark_sees_each_request_to_its_end() -> None:
         ([], ["benchmarks.compare"]),
         (["steps", "--requests", "3000"], ["benchmarks.step_cpu", "--requests=3000"]),
         (["fleet", "--jobs", "500"], ["benchmarks.fleet", "--jobs=500", "--repetitions=1"]),
+        (["fleet", "--gpu"], ["benchmarks.gpu", "--parts=fleet"]),
+        (["engine", "--gpu", "--quick"], ["benchmarks.gpu", "--quick"]),
+        (["engine", "--gpu", "--works", "32x256"], ["benchmarks.gpu", "--works=32x256"]),
     ],
 )
 def test_the_command_runs_a_module_in_a_process_of_its_own(
@@ -186,6 +175,25 @@ def test_the_engine_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch
     outcome = CliRunner().invoke(bench.app, ["engine", "--limit", "16", "--systems", "async,generate"])
     assert outcome.exit_code == 0
     assert {"--limit=16", "--systems=async,generate", "--repetitions=3"} <= set(called[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["engine", "--quick"], "--quick"),
+        (["engine", "--json", "x"], "--json"),
+        (["engine", "--gpu", "--limit", "3"], "--limit"),
+        (["fleet", "--out", "x"], "--out"),
+        (["fleet", "--gpu", "--jobs", "500"], "--jobs"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    command: list[str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it ran"))
+    outcome = CliRunner().invoke(bench.app, command)
+    assert outcome.exit_code == 2
+    assert option in outcome.output
 
 
 def test_without_the_repository_it_says_where_the_benchmarks_are(
