@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,7 +39,7 @@ class AsyncJobHandle:
 
     def stream(
         self, *, last_id: str | None = None, timeout_s: float | None = None
-    ) -> AsyncIterator[StreamEvent]:
+    ) -> AsyncGenerator[StreamEvent, None]:
         """See ``Client.stream``."""
         return self.client.stream(self.id, last_id=last_id, timeout_s=timeout_s)
 
@@ -123,7 +124,7 @@ class AsyncClient:
 
     async def stream(
         self, job_id: str, *, last_id: str | None = None, timeout_s: float | None = None
-    ) -> AsyncIterator[StreamEvent]:
+    ) -> AsyncGenerator[StreamEvent, None]:
         """See ``Client.stream``."""
         if self.sync.has_database:
             await self.status(job_id)
@@ -137,8 +138,9 @@ class AsyncClient:
             last_id=last_id,
             timeout_s=timeout_s,
         )
-        async for event in events:
-            yield event
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def close(self) -> None:
         """Close the connections and the threads."""

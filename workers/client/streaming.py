@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 import redis
@@ -126,7 +126,7 @@ async def read_stream_async(
     last_id: str | None = None,
     timeout_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> AsyncIterator[StreamEvent]:
+) -> AsyncGenerator[StreamEvent, None]:
     """As ``read_stream``, without a thread while it waits."""
     key, reader = stream_key(job_id), StreamReader()
     give_up = None if timeout_s is None else clock() + timeout_s

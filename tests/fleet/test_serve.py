@@ -1,0 +1,228 @@
+"""The OpenAI-compatible doorway, by the official client and by hand, over a real fleet (echo)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from models_db import keys
+from models_db.session import transaction
+from models_db.tables import JobState
+from tests.fleet.doorway import serving
+from tests.fleet.fleet import Fleet, RedisServer, wait_until
+from workers.client import StreamEvent
+from workers.serve.errors import ApiError
+from workers.serve.generation import Continuous
+
+WORDS = "one two three four five six seven eight nine ten"
+ASK = [{"role": "user", "content": WORDS}]
+
+
+@pytest.fixture(scope="module")
+def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('serve') / 'fleet.db'}"
+    running = Fleet(redis_server, url, engine={"echo_tokens_per_s": 200})
+    running.worker()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def url(fleet: Fleet) -> Iterator[str]:
+    with serving(fleet.settings) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def echoed(client: openai.OpenAI, **options: object) -> str:
+    answer = client.chat.completions.create(model="echo", messages=ASK, **options)  # type: ignore[call-overload]
+    return str(answer.choices[0].message.content)
+
+
+def test_a_chat_answer_has_text_reason_and_usage(client: openai.OpenAI, fleet: Fleet) -> None:
+    answer = client.chat.completions.create(model="echo", messages=ASK, max_tokens=4)  # type: ignore[arg-type]
+    (choice,) = answer.choices
+    job_id = answer.id.removeprefix("chatcmpl-")
+    stored = fleet.result(job_id)
+    assert stored is not None
+    assert choice.message.content == stored.text != ""
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == stored.completion_tokens == 4
+    assert answer.usage.total_tokens == stored.prompt_tokens + 4
+    assert answer.object == "chat.completion"
+    assert answer.model == "echo"
+
+
+def test_a_stream_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+    whole = echoed(client, temperature=0, max_tokens=10)
+    chunks = list(
+        client.chat.completions.create(
+            model="echo",
+            messages=ASK,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=10,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *pieces, last = chunks
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+    assert len(pieces) > 3
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].choices[0].finish_reason == "length"
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 10
+
+
+def test_completions_take_several_prompts_and_several_choices(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="echo", prompt=["a b c", "x y z"], n=2, max_tokens=2)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    single = client.completions.create(model="echo", prompt="a b c", max_tokens=2)
+    assert single.usage is not None
+    assert single.choices[0].text == texts[0]
+    streamed = list(client.completions.create(model="echo", prompt="a b c", n=2, max_tokens=2, stream=True))
+    for index in (0, 1):
+        text = "".join(c.text for chunk in streamed for c in chunk.choices if c.index == index)
+        assert text == texts[0]
+
+
+def test_text_parts_and_the_developer_are_understood(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "one two "}, {"type": "text", "text": "three"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(model="echo", messages=messages, max_tokens=50)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["echo"]
+    assert client.models.retrieve("echo").id == "echo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "is not served here"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, r"messages\.0\.role"),
+        ({"temperature": 1000}, openai.BadRequestError, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools: "),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
+        ({"extra_body": {"max_token": 5}}, openai.BadRequestError, "max_token: no such field"),
+        ({"n": 100}, openai.BadRequestError, "n: "),
+        ({"messages": [{"role": "user", "content": "a\x00b"}]}, openai.BadRequestError, "NUL"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    client: openai.OpenAI, change: dict[str, object], kind: type[openai.APIStatusError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        client.chat.completions.create(**({"model": "echo", "messages": ASK} | change))  # type: ignore[call-overload]
+
+
+def test_bodies_that_are_no_request(url: str) -> None:
+    path = f"{url}/v1/chat/completions"
+    assert httpx.post(path, content="{", headers={"content-type": "application/json"}).status_code == 400
+    assert httpx.post(path, json=["x"]).status_code == 400
+    form = httpx.post(path, content="{}", headers={"content-type": "text/plain"})
+    assert form.status_code == 415, "a page of another site can send such a form"
+    assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+
+def test_a_failure_before_the_first_token_is_a_status_also_for_a_stream(client: openai.OpenAI) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="holds no word"):
+            client.chat.completions.create(
+                model="echo", messages=[{"role": "user", "content": " "}], stream=stream
+            )
+
+
+def test_the_same_idempotency_key_is_the_same_answer(client: openai.OpenAI) -> None:
+    def ask(words: str) -> str:
+        return client.chat.completions.create(
+            model="echo",
+            messages=[{"role": "user", "content": words}],
+            max_tokens=3,
+            extra_headers={"Idempotency-Key": "k1"},
+        ).id
+
+    assert ask(WORDS) == ask(WORDS)
+    with pytest.raises(openai.ConflictError):
+        ask("something else")
+
+
+def test_a_caller_that_goes_away_cancels_its_jobs(url: str, fleet: Fleet) -> None:
+    body = {"model": "echo", "messages": ASK, "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        line = next(answer.iter_lines())
+        job_id = json.loads(line.removeprefix("data: "))["id"].removeprefix("chatcmpl-")
+    wait_until(lambda: fleet.state(job_id) is not JobState.RUNNING, 20, "the job to end")
+    assert fleet.state(job_id) is JobState.CANCELLED
+
+
+def test_an_answer_that_takes_too_long_is_cancelled(fleet: Fleet) -> None:
+    with (
+        serving(fleet.settings, timeout_s=0.2) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
+        pytest.raises(openai.InternalServerError, match=r"no answer within 0\.2 s"),
+    ):
+        client.chat.completions.create(
+            model="echo",
+            messages=ASK,  # type: ignore[arg-type]
+            max_tokens=100_000,
+            extra_body={"ignore_eos": True},
+        )
+    wait_until(lambda: JobState.RUNNING not in fleet.states().values(), 20, "the job to end")
+
+
+def test_a_key_lets_its_tenant_in(fleet: Fleet) -> None:
+    engine = fleet.engine
+    record, key = transaction(engine, lambda conn: keys.create_key(conn, tenant="acme", name="test"))
+    with engine.connect() as conn:
+        assert key not in str(keys.list_keys(conn))
+    with serving(fleet.settings, open_to_all=False) as address:
+        for wrong in ("tm_0_1", key[:-1], f"{key}0"):
+            answer = httpx.get(f"{address}/v1/models", headers={"authorization": f"Bearer {wrong}"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(f"{address}/v1/models").status_code == 401
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0) as client:
+            answer_id = client.chat.completions.create(model="echo", messages=ASK).id  # type: ignore[arg-type]
+        status = fleet.status(answer_id.removeprefix("chatcmpl-"))
+        assert status is not None
+        assert status.tenant == "acme"
+    assert transaction(engine, lambda conn: keys.revoke_key(conn, record.id))
+    with serving(fleet.settings, open_to_all=False) as address:
+        answer = httpx.get(f"{address}/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 401
+
+
+def test_an_answer_that_begins_again_continues_where_it_was() -> None:
+    again = Continuous()
+    events = [
+        StreamEvent("1-0", "text", text="one "),
+        StreamEvent("2-0", "text", text="two"),
+        StreamEvent("3-0", "restart"),
+        StreamEvent("4-0", "text", text="on"),
+        StreamEvent("5-0", "text", text="e two three"),
+    ]
+    assert [again.feed(event) for event in events] == ["one ", "two", "", "", " three"]
+    again.feed(StreamEvent("6-0", "restart"))
+    with pytest.raises(ApiError, match="differently"):
+        again.feed(StreamEvent("7-0", "text", text="other"))

@@ -1,0 +1,237 @@
+"""The ASGI application: routes, the caller, the body, and how errors leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from backend.api import TokenmillError
+from models_db.errors import DatabaseError
+from workers.client import AsyncClient
+from workers.serve.answers import CHAT, COMPLETION, DONE, Chunks, Endpoint, sse, whole
+from workers.serve.auth import Gate
+from workers.serve.errors import ApiError, from_end, from_exception, invalid, not_found
+from workers.serve.generation import Continuous, Generation, choice_of
+from workers.serve.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from workers.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[["Call"], Awaitable[Response]]
+_MOST_KEY = 200  # characters of an idempotency key
+
+
+class Call:
+    """One request, with who makes it."""
+
+    def __init__(self, request: Request, client: AsyncClient, tenant: str | None, timeout_s: float) -> None:
+        self.request = request
+        self.client = client
+        self.tenant = tenant
+        self.timeout_s = timeout_s
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the fleet."""
+        return self.client.sync.settings
+
+    async def json(self) -> object:
+        """The body.
+
+        Raises:
+            ApiError: it is no JSON, or larger than any prompt that is accepted.
+        """
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also what keeps other sites' forms out
+            raise ApiError(415, "the body must be sent as application/json", kind="invalid_request_error")
+        most = 8 * self.settings.max_prompt_chars + 2**20
+        body = bytearray()
+        async for piece in self.request.stream():
+            body += piece
+            if len(body) > most:
+                raise ApiError(
+                    413, f"the body is larger than {most} bytes. Shorten it", kind="invalid_request_error"
+                )
+        try:
+            return json.loads(bytes(body))
+        except ValueError as error:
+            raise invalid(f"the body is no JSON: {error}") from None
+
+
+def make_app(
+    settings: Settings,
+    *,
+    open_to_all: bool,
+    timeout_s: float = 600.0,
+    clock: Callable[[], float] = time.time,
+) -> Starlette:
+    """The application.
+
+    Args:
+        open_to_all: nobody has to show a key, see ``workers.serve.auth.Gate``.
+        timeout_s: longest wait for one answer; its job is cancelled then.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with AsyncClient(settings, threads=16) as client:
+            app.state.client = client
+            app.state.gate = Gate(client.sync, open_to_all=open_to_all)
+            yield
+
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        async def endpoint(request: Request) -> Response:
+            state = request.app.state
+            try:
+                tenant = await state.gate.tenant(request)
+                return await handler(Call(request, state.client, tenant, timeout_s))
+            except Exception as error:
+                known = from_exception(error)
+                if known.status >= 500 and not isinstance(error, ApiError):
+                    log.log(
+                        logging.WARNING
+                        if isinstance(error, TokenmillError | DatabaseError)
+                        else logging.ERROR,
+                        "%s %s failed: %s",
+                        request.method,
+                        path,
+                        error,
+                        exc_info=known.code == "internal_error",
+                    )
+                return known.response()
+
+        return Route(path, endpoint, methods=list(methods))
+
+    async def chat(call: Call) -> Response:
+        return await _generate(call, CHAT, parse_chat(await call.json()), clock)
+
+    async def completion(call: Call) -> Response:
+        return await _generate(call, COMPLETION, parse_completion(await call.json()), clock)
+
+    async def models(call: Call) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(n) for n in settings.accepted_models]})
+
+    async def model(call: Call) -> Response:
+        name = call.request.path_params["name"]
+        if name not in settings.accepted_models:
+            raise not_found("model", name)
+        return JSONResponse(_model(name))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    return Starlette(
+        routes=[
+            route(CHAT, chat, "POST"),
+            route(COMPLETION, completion, "POST"),
+            route("/v1/models", models, "GET"),
+            route("/v1/models/{name:path}", model, "GET"),
+            Route("/health", health, methods=["GET"]),
+        ],
+        lifespan=lifespan,
+    )
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tokenmill"}
+
+
+async def _generate(
+    call: Call, endpoint: Endpoint, request: ChatRequest | CompletionRequest, clock: Callable[[], float]
+) -> Response:
+    payloads = request.payloads()
+    prompts = len(payloads) // request.choices
+    key = call.request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= _MOST_KEY:
+        raise invalid(f"Idempotency-Key: must have 1 to {_MOST_KEY} characters", param="Idempotency-Key")
+    generation = await Generation.submit(
+        call.client, payloads, tenant=call.tenant, key=key, timeout_s=call.timeout_s
+    )
+    created = int(clock())
+    job_id = generation.jobs[0].id
+    if request.stream:
+        return await _stream(call, endpoint, request, generation, prompts, created)
+    async with generation:
+        choices = await _unless_gone(call.request, generation.choices())
+    return JSONResponse(whole(endpoint, job_id, request.model, created, choices, prompts))
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """Wait for the work, or stop it when the caller closes the connection."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the caller has gone", kind="invalid_request_error")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(
+    call: Call,
+    endpoint: Endpoint,
+    request: ChatRequest | CompletionRequest,
+    generation: Generation,
+    prompts: int,
+    created: int,
+) -> Response:
+    """Begin to answer once the first token is there: until then a failure can still be an HTTP status."""
+    stack = AsyncExitStack()
+    await stack.enter_async_context(generation)
+    try:
+        events = await stack.enter_async_context(aclosing(generation.events()))
+        first = await anext(events)
+        if first[1].end is not None and first[1].end.state != "succeeded":
+            raise from_end(generation.jobs[first[0]].id, first[1].end)
+    except BaseException:
+        await stack.aclose()
+        raise
+    chunks = Chunks(endpoint, generation.jobs[0].id, request.model, created)
+
+    async def body() -> AsyncIterator[str]:
+        texts = [Continuous() for _ in generation.jobs]
+        done: list[Any] = [None] * len(texts)
+        async with stack:
+            try:
+                for index in range(len(texts)):
+                    if opening := chunks.first(index):
+                        yield opening
+                pending = [first]
+                while pending or None in done:
+                    index, event = pending.pop() if pending else await anext(events)
+                    if fresh := texts[index].feed(event):
+                        yield chunks.text(index, fresh)
+                    if event.end is None:
+                        continue
+                    if event.end.state != "succeeded":
+                        raise from_end(generation.jobs[index].id, event.end)
+                    done[index] = choice_of(texts[index].sent, event.end)
+                    yield chunks.finish(index, event.end.finish_reason)
+                if request.wants_usage:
+                    yield chunks.usage(done, prompts)
+                yield DONE
+            except (ApiError, TokenmillError, DatabaseError) as error:
+                log.warning("a stream of job %s ended early: %s", generation.jobs[0].id, error)
+                yield sse(from_exception(error).body())
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)

@@ -1,0 +1,88 @@
+"""Errors as the OpenAI API writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
+from models_db.errors import DatabaseError, IdempotencyConflictError, InvalidValueError, UnknownJobError
+from workers.broker import BrokerUnavailableError
+from workers.streams import StreamEnd
+
+
+class ApiError(Exception):
+    """One refused or failed call. ``param`` names the field of the request."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.status == 503:
+            headers["Retry-After"] = "1"
+        return JSONResponse(self.body(), self.status, headers=headers)
+
+
+def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that is wrong."""
+    return ApiError(400, message, kind="invalid_request_error", code=code, param=param)
+
+
+def not_found(what: str, name: str) -> ApiError:
+    """Something that does not exist, or belongs to somebody else: one cannot tell which."""
+    return ApiError(
+        404, f"there is no {what} {name!r} here", kind="invalid_request_error", code=f"{what}_not_found"
+    )
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a caller is told about an error of the client's; anything unknown says nothing of its inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UnknownModelError):
+        return ApiError(404, str(error), kind="invalid_request_error", code="model_not_found", param="model")
+    if isinstance(error, RequestError):
+        return invalid(str(error), param=error.field or None, code=error.code)
+    if isinstance(error, InvalidValueError):
+        return invalid(str(error))
+    if isinstance(error, IdempotencyConflictError):
+        return ApiError(409, str(error), kind="invalid_request_error", code="idempotency_conflict")
+    if isinstance(error, UnknownJobError):
+        return ApiError(404, str(error), kind="invalid_request_error", code="job_not_found")
+    if isinstance(error, BrokerUnavailableError | DatabaseError):
+        # The message names hosts, which are nobody's business outside.
+        return ApiError(
+            503, "the service cannot take requests now. Try again", kind="server_error", code="unavailable"
+        )
+    if isinstance(error, TokenmillError) and not isinstance(error, ConfigurationError):
+        return ApiError(500, str(error), kind="server_error", code=error.code)
+    return ApiError(500, "an error of ours; it is in the log", kind="server_error", code="internal_error")
+
+
+def from_end(job_id: str, end: StreamEnd) -> ApiError:
+    """Why a job has no answer."""
+    message = f"job {job_id}: {end.error_message or end.state}"
+    if end.state == "failed" and end.error_type and end.error_type.endswith(_CALLERS_FAULT):
+        return invalid(message, code="request_failed")
+    if end.state == "expired":
+        return ApiError(408, message, kind="server_error", code="expired")
+    if end.state == "cancelled":
+        return ApiError(409, message, kind="invalid_request_error", code="cancelled")
+    return ApiError(500, message, kind="server_error", code="job_failed")
+
+
+_CALLERS_FAULT = ("RequestError", "PromptTooLongError", "UnknownModelError", "KVCapacityError")

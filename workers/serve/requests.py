@@ -1,0 +1,228 @@
+"""The bodies of ``/v1/chat/completions`` and ``/v1/completions``, and the jobs that they ask for.
+
+What this service cannot do is refused by name, not ignored: an answer that silently leaves out a tool or a format
+would be worse than none. Fields that only concern how a provider keeps books are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from backend.api import MAX_SEED
+from workers.serve.errors import ApiError, invalid
+
+R = TypeVar("R", bound="_Request")
+
+DEFAULT_MAX_TOKENS = 1024
+MAX_CHOICES = 16
+_PRIORITIES = {"auto": 3, "default": 3, "priority": 0, "flex": 6}
+
+# Accepted and without effect here.
+_BOOKKEEPING = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "store",
+        "metadata",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
+# Values that ask for nothing, so that clients which always send the field are served.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "functions": ([], None),
+    "function_call": ("none", "auto", None),
+    "response_format": ({"type": "text"}, None),
+    "logprobs": (False, None),
+    "top_logprobs": (None, 0),
+    "modalities": (["text"], None),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "echo": (False, None),
+    "suffix": (None, ""),
+    "best_of": (1, None),
+}
+
+
+class _Loose(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Loose):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; only text can be read here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | tuple[TextPart, ...]
+
+    def turn(self) -> dict[str, str]:
+        """As a job takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class _Request(_Loose):
+    """What both endpoints share. Defaults are OpenAI's, so ``temperature`` is 1."""
+
+    model: str = Field(min_length=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: str | None = None
+
+    @field_validator("service_tier")
+    @classmethod
+    def _known_tier(cls, value: str | None) -> str | None:
+        if value is not None and value not in _PRIORITIES:
+            raise ValueError(f"must be one of {', '.join(_PRIORITIES)}")
+        return value
+
+    @property
+    def choices(self) -> int:
+        """Answers asked for."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _payload(self, max_tokens: int | None) -> dict[str, Any]:
+        names = (
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "stop",
+            "min_tokens",
+            "ignore_eos",
+        )
+        fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return fields | {
+            "model": self.model,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "max_tokens": max_tokens or DEFAULT_MAX_TOKENS,
+            "priority": _PRIORITIES[self.service_tier or "auto"],
+        }
+
+    def _seeded(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """One payload for each choice; with a seed, each has its own."""
+        if self.seed is None:
+            return [payload] * self.choices
+        return [payload | {"seed": (self.seed + index) % (MAX_SEED + 1)} for index in range(self.choices)]
+
+
+class ChatRequest(_Request):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    def payloads(self) -> list[dict[str, Any]]:
+        """The jobs' payloads, one for each choice."""
+        payload = self._payload(self.max_completion_tokens or self.max_tokens)
+        return self._seeded(payload | {"messages": [message.turn() for message in self.messages]})
+
+
+class CompletionRequest(_Request):
+    """The body of ``/v1/completions``: one or more prompts to be continued as they are."""
+
+    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+
+    def payloads(self) -> list[dict[str, Any]]:
+        """The jobs' payloads: the choices of the first prompt, then of the second …"""
+        payload = self._payload(self.max_tokens)
+        prompts = self.prompt
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = (prompts,)  # type: ignore[assignment]
+        jobs = []
+        for prompt in prompts:
+            name = "prompt" if isinstance(prompt, str) else "token_ids"
+            jobs += self._seeded(payload | {name: prompt})
+        return jobs
+
+
+def parse_chat(data: object) -> ChatRequest:
+    """Read the body.
+
+    Raises:
+        ApiError: it is wrong, or asks for what this service cannot do; names the field.
+    """
+    return _parse(ChatRequest, data)
+
+
+def parse_completion(data: object) -> CompletionRequest:
+    """As ``parse_chat``; more prompts than ``MAX_CHOICES`` answers are refused."""
+    request = _parse(CompletionRequest, data)
+    if not request.prompt:
+        raise invalid("prompt: must not be empty", param="prompt")
+    if len(request.payloads()) > MAX_CHOICES:
+        raise invalid(
+            f"prompt: at most {MAX_CHOICES} answers a request. Send them as a batch or one by one",
+            param="prompt",
+        )
+    return request
+
+
+def _parse(kind: type[R], data: object) -> R:
+    if not isinstance(data, dict):
+        raise invalid("the body must be a JSON object")
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+    for name, value in (request.model_extra or {}).items():
+        if name in _BOOKKEEPING or any(value == nothing for nothing in _NOTHING.get(name, ())):
+            continue
+        known = "this service cannot do that" if name in _NOTHING else "no such field"
+        raise invalid(f"{name}: {known}. Leave it out", param=name, code="unsupported_parameter")
+    return request
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(
+        str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "str", "constr"))
+    )
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
