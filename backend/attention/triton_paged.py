@@ -40,16 +40,21 @@ class TritonKernel:
     ) -> None:
         from backend.kernels.paged_decode import DecodeWorkspace, decode_config
 
+        self._pdl = early_launch(max_model_len, device)
         # The launch constants of each padded row count: a graph holds them whatever the lengths become.
         self._configs = {
             rows: decode_config(
-                rows, max_model_len, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
+                rows,
+                max_model_len,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                dtype=dtype,
+                pdl=self._pdl,
             )
             for rows in row_sizes
         }
         most = max(rows * config.splits for rows, config in self._configs.items())
         max_rows = max(row_sizes)
-        self._pdl = early_launch(max_model_len, device)
         self._workspace = DecodeWorkspace(max_rows, num_heads, head_size, -(-most // max_rows), device)
 
     def attend(

@@ -32,7 +32,7 @@ class DecodeConfig:
 
 
 def decode_config(
-    rows: int, max_context: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype
+    rows: int, max_context: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype, pdl: bool = False
 ) -> DecodeConfig:
     """What measured best for this launch; depends on nothing that changes between replays of one graph.
 
@@ -40,13 +40,18 @@ def decode_config(
         rows: of the launch, padding included.
         max_context: most keys a row is expected to have while these constants are in use; longer rows are still
             computed correctly.
+        pdl: programmatic dependent launch; see ``paged_decode``.
     """
     programs = rows * num_kv_heads
-    # About two programs a multiprocessor keep the memory busy with three stages; where there are more anyway, two.
     splits = max(1, min(256 // programs, max_context // 64, MAX_SPLITS))
     if dtype == torch.float32 or head_size > 128:
         return DecodeConfig(32, splits, 8, 2)
-    return DecodeConfig(64, splits, 4, 3 if programs * splits <= 264 else 2)
+    if programs * splits > 264:
+        return DecodeConfig(64, splits, 4, 2)
+    # Two programs a multiprocessor keep the memory busy. Where they start while the kernel before ends, they go to
+    # the multiprocessors that are free first, and with the shared memory of three stages three of them would fit
+    # there and leave others idle.
+    return DecodeConfig(64, splits, 4, 4 if pdl else 3)
 
 
 class DecodeWorkspace:
@@ -69,7 +74,7 @@ class DecodeWorkspace:
         return self.sums.nbytes + self.stats.nbytes + self.counters.nbytes
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "table_width", "window"])
 def _decode_kernel(
     query,
     keys,
@@ -88,6 +93,7 @@ def _decode_kernel(
     query_head_stride,
     output_stride,
     table_stride,
+    table_width,
     page_stride,
     token_stride,
     head_stride,
@@ -99,12 +105,15 @@ def _decode_kernel(
     tile: tl.constexpr,
     stages: tl.constexpr,
     line: tl.constexpr,
+    undivided: tl.constexpr,
     has_window: tl.constexpr,
     has_softcap: tl.constexpr,
     has_sinks: tl.constexpr,
     precision: tl.constexpr,
     pdl: tl.constexpr,
 ):
+    if pdl:
+        gdc_launch_dependents()  # what comes next may fetch its weights while the last programs here end
     # Heads run fastest: programs that read neighbouring bytes run at the same time.
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -112,18 +121,27 @@ def _decode_kernel(
     num_kv_heads = tl.num_programs(0)
     splits = tl.num_programs(1)
     log2_e: tl.constexpr = 1.4426950408889634
+    table = block_table + row.to(tl.int64) * table_stride
     length = tl.load(kv_lengths + row)
     begin = 0
-    if has_window:
-        begin = tl.maximum(length - window, 0) // tile * tile
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - begin, splits), tile), 1) * tile
-    start = begin + split * share
-    if (start >= length) & (split > 0):
-        return
-    end = tl.minimum(start + share, length)
-    table = block_table + row.to(tl.int64) * table_stride
-    position = start + tl.arange(0, tile)
-    page = tl.load(table + position // block_size, mask=position < end, other=0)
+    if undivided:
+        share = tl.maximum(tl.cdiv(length, tile), 1) * tile
+        start = 0
+        end = length
+        position = tl.arange(0, tile)
+        # Not masked by the length: that is on its way here at the same time.
+        page = tl.load(table + tl.minimum(position // block_size, table_width - 1))
+        page = tl.where(position < end, page, 0)
+    else:
+        if has_window:
+            begin = tl.maximum(length - window, 0) // tile * tile
+        share = tl.maximum(tl.cdiv(tl.cdiv(length - begin, splits), tile), 1) * tile
+        start = begin + split * share
+        if (start >= length) & (split > 0):
+            return
+        end = tl.minimum(start + share, length)
+        position = start + tl.arange(0, tile)
+        page = tl.load(table + position // block_size, mask=position < end, other=0)
     if pdl:
         # Tokens of earlier steps lie in the cache already: fetch the first of them while the kernel before this
         # one, which stores this step's, ends.
@@ -178,8 +196,6 @@ def _decode_kernel(
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=precision)
         peak = highest
-    if pdl:
-        gdc_launch_dependents()
 
     target = output + row.to(tl.int64) * output_stride
     active = tl.maximum(tl.cdiv(length - begin, share), 1)
@@ -337,6 +353,7 @@ def paged_decode(
         query.stride(1),
         output.stride(0),
         block_table.stride(0),
+        block_table.shape[1],
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
@@ -348,6 +365,7 @@ def paged_decode(
         tile=config.tile,
         stages=config.stages,
         line=min(128 // query.element_size(), triton.next_power_of_2(head_size)),
+        undivided=config.splits == 1 and window is None,
         has_window=window is not None,
         has_softcap=softcap is not None,
         has_sinks=sinks is not None,

@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_MANY_QUERIES = 256  # of a row, from where large tiles pay
+_UNMASKED_PAIRS = 128  # of a tile, from where a loop without masks before the one with them pays
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
@@ -33,12 +36,12 @@ def prefill_config(group: int, head_size: int, dtype: torch.dtype, *, queries: i
         return PrefillConfig(max(smallest, 32 if head_size <= 64 else 16), 32, 8, 2)
     if head_size > 128:
         return PrefillConfig(max(smallest, 64), 32, 4, 2)
-    if queries < 1024:
+    if queries < _MANY_QUERIES:
         return PrefillConfig(max(smallest, 64), 32, 4, 3)
     return PrefillConfig(max(smallest, 128), 64, 8, 3)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "num_rows", "search_steps"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_rows"])
 def _prefill_kernel(
     query,
     keys,
@@ -52,7 +55,6 @@ def _prefill_kernel(
     softcap,
     window,
     num_rows,
-    search_steps,
     query_stride,
     query_head_stride,
     output_stride,
@@ -60,6 +62,7 @@ def _prefill_kernel(
     page_stride,
     token_stride,
     head_stride,
+    rows_pad: tl.constexpr,
     group: tl.constexpr,
     head_size: tl.constexpr,
     head_pad: tl.constexpr,
@@ -67,6 +70,7 @@ def _prefill_kernel(
     pairs: tl.constexpr,
     tile: tl.constexpr,
     stages: tl.constexpr,
+    unmasked_first: tl.constexpr,
     has_window: tl.constexpr,
     has_softcap: tl.constexpr,
     has_sinks: tl.constexpr,
@@ -74,27 +78,24 @@ def _prefill_kernel(
     pdl: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    program = tl.program_id(1)
     queries: tl.constexpr = pairs // group
     log2_e: tl.constexpr = 1.4426950408889634
     if pdl:
         gdc_wait()
-    # Row r owns the tiles from (start_r - start_0) // queries + r on: enough of them, and in ascending order.
-    origin = tl.load(query_starts)
-    low = 0
-    high = num_rows
-    for _ in range(search_steps):
-        middle = (low + high) // 2
-        tile_of_middle = (tl.load(query_starts + middle) - origin) // queries + middle
-        fits = tile_of_middle <= program
-        low = tl.where(fits, middle, low)
-        high = tl.where(fits, high, middle)
-    row = low
-    row_start = tl.load(query_starts + row)
-    row_queries = tl.load(query_starts + row + 1) - row_start
-    first = (program - (row_start - origin) // queries - row) * queries
-    if first >= row_queries:
+    # All rows at once: a search among them would be as many loads that wait for each other.
+    each = tl.arange(0, rows_pad)
+    starts = tl.load(query_starts + each, mask=each < num_rows, other=0)
+    counts = tl.load(query_starts + each + 1, mask=each < num_rows, other=0) - starts
+    tiles = tl.cdiv(counts, queries)
+    ends = tl.cumsum(tiles, axis=0)
+    # The last tiles of a row see most keys: they come first, so that no long one starts when all others end.
+    program = tl.sum(tiles, axis=0) - 1 - tl.program_id(1)
+    if program < 0:
         return
+    row = tl.sum((ends <= program).to(tl.int32), axis=0)
+    first = (program - tl.sum(tl.where(each < row, tiles, 0), axis=0)) * queries
+    row_start = tl.sum(tl.where(each == row, starts, 0), axis=0)
+    row_queries = tl.sum(tl.where(each == row, counts, 0), axis=0)
 
     pair = tl.arange(0, pairs)
     local = first + pair // group
@@ -128,7 +129,28 @@ def _prefill_kernel(
     value_head = values + kv_head * head_stride + column[None, :]
     first_position = begin + tl.arange(0, tile)
     page = tl.load(table + first_position // block_size, mask=first_position < end, other=0)
-    for at in tl.range(begin, end, tile, num_stages=stages):
+    masked_from = begin
+    if unmasked_first:
+        # Tiles of keys that every query here sees.
+        masked_from = (length - row_queries + first + 1) // tile * tile
+        for at in tl.range(begin, masked_from, tile, num_stages=stages):
+            position = at + tl.arange(0, tile)
+            place = page.to(tl.int64) * page_stride + (position % block_size) * token_stride
+            page = tl.load(table + (position + tile) // block_size, mask=position + tile < end, other=0)
+            if head_size < head_pad:
+                k = tl.load(key_head + place[:, None], mask=in_head[None, :], other=0.0)
+                v = tl.load(value_head + place[:, None], mask=in_head[None, :], other=0.0)
+            else:
+                k = tl.load(key_head + place[:, None])
+                v = tl.load(value_head + place[:, None])
+            score = _score(q, k, scale, softcap, has_softcap, precision)
+            highest = tl.maximum(peak, tl.max(score, axis=1))
+            weight = tl.exp2(score - highest[:, None])
+            shrink = tl.exp2(peak - highest)
+            total = total * shrink + tl.sum(weight, axis=1)
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=precision)
+            peak = highest
+    for at in tl.range(masked_from, end, tile, num_stages=stages):
         position = at + tl.arange(0, tile)
         valid = position < end
         place = page.to(tl.int64) * page_stride + (position % block_size) * token_stride
@@ -137,27 +159,34 @@ def _prefill_kernel(
         load_mask = valid[:, None] & in_head[None, :] if head_size < head_pad else valid[:, None]
         k = tl.load(key_head + place[:, None], mask=load_mask, other=0.0)
         v = tl.load(value_head + place[:, None], mask=load_mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-        if has_softcap:
-            score = softcap * (1.0 - 2.0 / (tl.exp(score * (2.0 / softcap)) + 1.0))
         seen = position[None, :] <= here[:, None]
         if has_window:
             seen = seen & (position[None, :] > here[:, None] - window)
-        score = tl.where(seen, score * log2_e, float("-inf"))
+        score = _score(q, k, scale, softcap, has_softcap, precision)
+        score = tl.where(seen, score, float("-inf"))
         highest = tl.maximum(peak, tl.max(score, axis=1))
         # A query may see nothing of the first tiles; then there is no peak to subtract yet.
         base = tl.where(highest == float("-inf"), 0.0, highest)
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weight, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=precision)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=precision)
         peak = highest
     if pdl:
         gdc_launch_dependents()
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = output + (token * output_stride + head * head_size)[:, None] + column[None, :]
     tl.store(target, result.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _score(q, k, scale, softcap, has_softcap: tl.constexpr, precision: tl.constexpr):
+    """Scores of queries and keys for a softmax to the base of two."""
+    log2_e: tl.constexpr = 1.4426950408889634
+    score = tl.dot(q, tl.trans(k), input_precision=precision)
+    if has_softcap:
+        return (softcap * log2_e) * (1.0 - 2.0 / (tl.exp(score * (scale * 2.0 / softcap)) + 1.0))
+    return score * (scale * log2_e)
 
 
 def paged_prefill(
@@ -236,7 +265,6 @@ def paged_prefill(
         softcap or 0.0,
         window or 0,
         rows,
-        rows.bit_length(),
         query.stride(0),
         query.stride(1),
         output.stride(0),
@@ -244,6 +272,7 @@ def paged_prefill(
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
+        rows_pad=triton.next_power_of_2(rows),
         group=group,
         head_size=head_size,
         head_pad=triton.next_power_of_2(head_size),
@@ -251,6 +280,7 @@ def paged_prefill(
         pairs=chosen.pairs,
         tile=chosen.tile,
         stages=chosen.stages,
+        unmasked_first=chosen.pairs >= _UNMASKED_PAIRS and window is None,
         has_window=window is not None,
         has_softcap=softcap is not None,
         has_sinks=sinks is not None,
