@@ -9,13 +9,14 @@ import math
 from typing import Any
 
 from celery import Celery
-from kombu import Queue
+from kombu import Connection, Queue
 
 from workers.control import register_commands
 from workers.leases import Leases
 from workers.payload import queue_for
 from workers.settings import Settings
 from workers.tasks import GenerateTask
+from workers.transport import with_leases
 
 POOL = "workers.pool:EnginePool"
 
@@ -24,6 +25,10 @@ class TokenmillApp(Celery):  # type: ignore[misc]
     """A Celery application that knows its settings."""
 
     settings: Settings
+
+    def connection_for_read(self, url: str | None = None, **options: Any) -> Connection:
+        """A connection to consume from."""
+        return with_leases(super().connection_for_read(url, **options))
 
 
 def make_app(settings: Settings) -> TokenmillApp:
@@ -44,6 +49,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     return {
         "broker_url": settings.broker_url,
         "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,  # for ever: running jobs go on meanwhile
         "broker_transport_options": transport_options(settings),
         "result_backend": settings.celery_result_backend_url,
         "result_expires": expires,

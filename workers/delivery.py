@@ -5,7 +5,8 @@ backend is done, a commit is answered, someone cancels. It never waits for any o
 
     deliver ─► claim ─┬─ claimed ───► submit ─► done ─► commit ─┬─► tracer ─► callback, ack
                       ├─ joined ────► (shares the run)          └─ fence lost: claim again
-                      ├─ elsewhere ─► parked; claim again until it has ended or its worker is dead
+                      ├─ elsewhere ─► ack: the sweeper makes another delivery if its worker dies
+                      ├─ suspect ───► ack: its turn comes without a delivery (workers.suspects)
                       └─ terminal ──► tracer with the stored outcome ─► callback, ack
 
 Results are committed before anything is acknowledged, and count only while the attempt is the current one.
@@ -34,10 +35,11 @@ from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post, Tracer
 from workers.intake import Delivery, read_delivery
-from workers.payload import NewerPayloadError
+from workers.payload import NewerPayloadError, queue_for
 from workers.request import GenerateRequest
 from workers.runs import AT_SHUTDOWN, Runs, Store, StreamSink
 from workers.settings import Settings
+from workers.suspects import Suspects
 from workers.tasks import Outcome
 
 logger = get_logger(__name__)
@@ -49,6 +51,9 @@ class DeliveryTable:
     Args:
         post: runs an action on the main thread, in order.
         on_fatal: called once, on the table's thread, when the worker cannot go on.
+        announce: has messages of these jobs published; see ``workers.sweeper``.
+        pause: called on the main thread to take nothing more from the queues, or to go on.
+        worker_id: this incarnation.
     """
 
     def __init__(
@@ -63,6 +68,9 @@ class DeliveryTable:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = utcnow,
         streams: StreamSink | None = None,
+        announce: Callable[[Sequence[str]], None] = lambda job_ids: None,
+        pause: Callable[[bool], None] = lambda paused: None,
+        worker_id: str = "",
     ) -> None:
         self._settings = settings
         self._store = store
@@ -81,12 +89,26 @@ class DeliveryTable:
             accept=self._accept,
             claim_again=self._claim,
             on_death=self._on_death,
+            announce=announce,
             clock=clock,
             now=now,
             streams=streams,
         )
+        self.suspects = Suspects(
+            self._actor,
+            store,
+            self._runs,
+            self,
+            worker_id=worker_id,
+            queue=queue_for(settings.model),
+            slots=backend.info().slots,
+            period_s=settings.heartbeat_interval_s,
+            clock=clock,
+        )
+        self._pause = pause
+        self._isolated = False
         self._numbers = itertools.count(1)
-        self._parked: dict[int, Delivery] = {}  # their jobs run elsewhere
+        self._parked: dict[int, Delivery] = {}  # their jobs are just being handed back by us
         self._held: dict[int, Delivery] = {}  # for workers of a newer version
         self._dead = False
 
@@ -145,7 +167,20 @@ class DeliveryTable:
 
     def start(self) -> None:
         """Run the table in a thread of its own."""
+        self.suspects.start()
         self._actor.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is claimed, running or being committed here; for ``workers.suspects``."""
+        return bool(self._endings.pending or self._runs)
+
+    def isolate(self, alone: bool) -> None:
+        """Take no deliveries, while a suspect runs alone; on the table's thread."""
+        self._isolated = alone
+        self._post(partial(self._pause, alone))
+        if alone:
+            self._hand_back_waiting()
 
     def stop(self) -> None:
         """End the thread, whatever is in the table."""
@@ -158,7 +193,7 @@ class DeliveryTable:
     # --------------------------------------------------------------------------------------------------- arrival
 
     def _on_deliver(self, delivery: Delivery) -> None:
-        if self._runs.closing:
+        if self._runs.closing or self._isolated:
             self._endings.hand_back(delivery)
             return
         read_delivery(delivery, self._settings, self._now())
@@ -190,7 +225,8 @@ class DeliveryTable:
 
     def _claim(self, delivery: Delivery) -> None:
         assert delivery.job is not None
-        self._actor.when(self._store.claim(ClaimItem(delivery.job)), partial(self._on_claimed, delivery))
+        item = ClaimItem(delivery.job, self._settings.max_queue_age_s)
+        self._actor.when(self._store.claim(item), partial(self._on_claimed, delivery))
 
     def _on_claimed(self, delivery: Delivery, future: Future[ClaimOutcome]) -> None:
         if error := future.exception():
@@ -207,6 +243,8 @@ class DeliveryTable:
             self._on_ended_already(delivery, claim)
         elif delivery.ending is not None:
             self._flag_elsewhere(delivery)
+        elif claim.kind is not ClaimKind.JOINED:
+            self._endings.drop(delivery)
         elif self._runs.closing:
             self._endings.hand_back(delivery)
         else:
@@ -238,7 +276,7 @@ class DeliveryTable:
             self._endings.trace(delivery, outcome)
 
     def _park(self, delivery: Delivery) -> None:
-        """Its job runs on a live worker elsewhere. Keep the delivery: it may be the last one there is."""
+        """Its job is ours, and about to be queued again. Keep the delivery until that is committed."""
         self._parked[delivery.number] = delivery
         self._actor.after(self._settings.heartbeat_interval_s, partial(self._unpark, delivery))
 
@@ -288,6 +326,10 @@ class DeliveryTable:
 
     def _on_close(self) -> None:
         self._runs.closing = True
+        self.suspects.close()
+        self._hand_back_waiting()
+
+    def _hand_back_waiting(self) -> None:
         for waiting in (self._parked, self._held):
             while waiting:
                 self._endings.hand_back(waiting.popitem()[1])

@@ -79,6 +79,8 @@ class Incarnation:
     Args:
         on_cancel: takes ids of jobs of ours that carry the cancel flag; called on the database thread.
         on_dead: called once when others hold us for dead; called on the database thread.
+        on_gone: takes ids of other incarnations that are dead, or have stopped and left jobs behind; called on
+            the database thread, again each time until they are buried.
     """
 
     def __init__(
@@ -88,12 +90,14 @@ class Incarnation:
         *,
         on_cancel: Callable[[Collection[str]], None],
         on_dead: Callable[[DeclaredDeadError], None],
+        on_gone: Callable[[Collection[str]], None] = lambda worker_ids: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = row.id
         self._settings = settings
         self._on_cancel = on_cancel
         self._on_dead = on_dead
+        self._on_gone = on_gone
         self._clock = clock
         gap = settings.dead_after_s / 2
         gap = max(gap, 2 * settings.heartbeat_interval_s)
@@ -103,7 +107,6 @@ class Incarnation:
         self._db: DatabaseThread | None = None
         self._backend: Backend | None = None
         self._dead: frozenset[str] = frozenset()
-        self._buried: set[str] = set()
         self._counter = 0
         self._beating: list[Future[Any]] = []
         self._stop = threading.Event()
@@ -183,11 +186,11 @@ class Incarnation:
         silent = (self._watch.look(sight.counters, now) - sight.starting) - {self.id}
         silent |= self._starting_watch.look(starting, now) - {self.id}
         gone = sight.owners - sight.counters.keys() - {self.id}  # stopped, or found dead by others
-        self._dead = silent | gone
-        for worker_id in silent - self._buried:
-            self._buried.add(worker_id)
+        for worker_id in sorted(silent - self._dead):
             logger.warning("Worker %s is dead: its heartbeat stands still", worker_id)
-            self._set_state(WorkerState.DEAD, worker_id=worker_id)
+        self._dead = silent | gone
+        if self._dead:
+            self._on_gone(self._dead)
         if sight.cancelled:
             self._on_cancel(sight.cancelled)
 
@@ -197,13 +200,10 @@ class Incarnation:
                 DeclaredDeadError("other workers saw no heartbeat and take the jobs of this one over")
             )
 
-    def _set_state(
-        self, state: WorkerState, details: WorkerDetails | None = None, worker_id: str | None = None
-    ) -> None:
+    def _set_state(self, state: WorkerState, details: WorkerDetails | None = None) -> None:
         if self._db is not None:
-            target = worker_id or self.id
             with suppress(WriterStoppedError):
-                self._db.call(lambda conn: set_worker_state(conn, target, state, details=details))
+                self._db.call(lambda conn: set_worker_state(conn, self.id, state, details=details))
 
     def _sample(self) -> None:
         if self._db is None or self._backend is None or self._sampler is None:

@@ -81,6 +81,7 @@ class Leases(bootsteps.StartStopStep):  # type: ignore[misc]
         elif missing < 0:
             consumer.qos.decrement_eventually(-missing)
         channel = consumer.task_consumer.channel
+        consumer.pool.attach_channel(channel)
         consumer.timer.call_repeatedly(settings.lease_interval_s, self._renew, (channel,))
 
     def stop(self, consumer: Any) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,10 @@ from workers.finaliser import Finaliser, Threads, run_call
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
 from workers.payload import TASK_NAME, queue_for
+from workers.queues import QueueView
 from workers.settings import Settings, redact_text, redact_url
 from workers.stream_writer import StreamWriter
+from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
 
 logger = get_logger(__name__)
@@ -115,6 +117,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._table: DeliveryTable | None = None
         self._threads: Threads | None = None
         self._incarnation: Incarnation | None = None
+        self._sweeper: Sweeper | None = None
+        self._channel: Any = None
+        self._paused = False
         self._streams: StreamWriter | None = None
 
     @property
@@ -147,13 +152,20 @@ class EnginePool(BasePool):  # type: ignore[misc]
         row = new_worker(settings)
         transaction(engine, partial(register_worker, worker=row))
         incarnation = self._incarnation = Incarnation(
-            settings, row, on_cancel=self._on_cancel_flags, on_dead=self._on_declared_dead
+            settings,
+            row,
+            on_cancel=self._on_cancel_flags,
+            on_dead=self._on_declared_dead,
+            on_gone=self._on_gone,
         )
         db = self._db = DatabaseThread(
             engine, row.id, dead_ids=incarnation.dead_ids, on_health=self._on_database_health
         )
         db.start()
         incarnation.start(db)
+        view = QueueView(self.app.connection_for_write, queue_for(settings.model))
+        sweeper = self._sweeper = Sweeper(db, view, incarnation.id, queue_for(settings.model))
+        sweeper.start()
         backend = self._backend = create_backend(settings.backend, settings.engine_config)
         logger.info("Loading model %s in backend %s", settings.model, settings.backend)
         backend.start()
@@ -169,6 +181,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self.mailbox.post,
             self._on_fatal,
             streams=self._start_streams(),
+            announce=sweeper.announce,
+            pause=self._pause,
+            worker_id=incarnation.id,
         )
         table.start()
         task.deliveries = table
@@ -210,6 +225,17 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def register_with_event_loop(self, hub: Any) -> None:
         self._hub = hub
         self.mailbox.attach(hub)
+
+    def attach_channel(self, channel: Any) -> None:
+        """The channel that deliveries come from, after each connection to the broker."""
+        self._channel = channel
+        channel.paused = self._paused
+        channel.worker_id = "" if self._incarnation is None else self._incarnation.id
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        if self._channel is not None:
+            self._channel.paused = paused
 
     # --------------------------------------------------------------------------------------------------- apply
 
@@ -296,6 +322,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if self._table is not None:
             self._table.cancel(tuple(ids))
 
+    def _on_gone(self, worker_ids: Collection[str]) -> None:
+        if self._sweeper is not None:
+            self._sweeper.bury(worker_ids)
+
     def _on_declared_dead(self, error: TokenmillError) -> None:
         if self._table is not None:
             self._table.fail(error)
@@ -376,6 +406,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._table.stop()
         if self._streams is not None:
             self._streams.stop(timeout_s=2.0)
+        if self._sweeper is not None:
+            self._sweeper.stop()
         if self._threads is not None:
             self._threads.stop(timeout_s=1.0)
         if self._backend is not None:

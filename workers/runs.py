@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from celery.utils.log import get_logger
+from celery.worker import state as worker_state
 from sqlalchemy import Connection
 
 from backend.api import (
@@ -22,10 +23,11 @@ from backend.api import (
 )
 from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import WriterStoppedError
+from models_db.suspects import ClaimedSuspect
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
-from workers.intake import Delivery, Run, stored_result
+from workers.intake import Delivery, Run, read_stored, stored_result
 from workers.streams import StreamEnd
 from workers.tasks import JobExpiredError, Outcome
 
@@ -65,6 +67,7 @@ class Runs:
         accept: tells Celery that a delivery's job has entered the backend.
         claim_again: takes the deliveries of a run that lost the fence.
         on_death: told when the backend has died.
+        announce: has messages of these jobs published, so that a delivery tells Celery how they ended.
         streams: where the tokens of jobs that ask for it go.
     """
 
@@ -79,6 +82,7 @@ class Runs:
         accept: Callable[[Delivery], None],
         claim_again: Callable[[Delivery], None],
         on_death: Callable[[BaseException], None],
+        announce: Callable[[Sequence[str]], None],
         clock: Callable[[], float],
         now: Callable[[], datetime],
         streams: StreamSink | None = None,
@@ -91,6 +95,7 @@ class Runs:
         self._accept = accept
         self._claim_again = claim_again
         self._on_death = on_death
+        self._announce = announce
         self._clock = clock
         self._now = now
         self._streams = streams
@@ -110,8 +115,16 @@ class Runs:
 
     def begin(self, delivery: Delivery, claim: ClaimOutcome) -> None:
         """The delivery has won the claim."""
-        run = Run(claim.job_id, claim.attempt, delivery.model, delivery.payload, claim.deadline_at)
-        run.deliveries.append(delivery)
+        run = Run(
+            claim.job_id,
+            claim.attempt,
+            delivery.model,
+            delivery.payload,
+            claim.deadline_at,
+            [delivery],
+            delivery.soft_s,
+            delivery.hard_s,
+        )
         delivery.run = run
         self._runs[run.job_id] = run
         if self.closing or delivery.abandoned:
@@ -123,7 +136,30 @@ class Runs:
         elif delivery.request.looks_revoked():
             self._post(partial(self._ask_revoked, run, delivery))
         else:
-            self._admit(run, delivery)
+            self._admit(run)
+
+    def begin_suspect(self, claim: ClaimedSuspect, on_ended: Callable[[], None]) -> None:
+        """Run a suspect from its stored message; ``on_ended`` is called when it has left this worker."""
+        asked = read_stored(claim.stored.message)
+        model = "" if asked.payload is None else asked.payload.model
+        run = Run(
+            claim.job_id,
+            claim.attempt,
+            model,
+            asked.payload,
+            claim.deadline_at,
+            [],
+            asked.soft_s,
+            asked.hard_s,
+        )
+        run.on_ended = on_ended
+        self._runs[run.job_id] = run
+        if asked.error is not None and not self.closing:
+            self._finish(run, JobState.FAILED, error=asked.error)
+        elif claim.job_id in worker_state.revoked:
+            self._finish(run, JobState.CANCELLED)
+        else:
+            self._admit(run)
 
     def join(self, delivery: Delivery, run: Run) -> None:
         """Another delivery of a job that runs here shares the run."""
@@ -136,9 +172,9 @@ class Runs:
     def _ask_revoked(self, run: Run, delivery: Delivery) -> None:
         """On the main thread. ``revoked`` announces it, and asks for the run's end through ``acknowledge``."""
         if not delivery.request.revoked():
-            self._actor.send(partial(self._admit, run, delivery))
+            self._actor.send(partial(self._admit, run))
 
-    def _admit(self, run: Run, delivery: Delivery) -> None:
+    def _admit(self, run: Run) -> None:
         if run.finishing or run.releasing:
             return
         if self.closing:
@@ -150,14 +186,14 @@ class Runs:
             error = JobExpiredError("the deadline passed before the job could start")
             self._finish(run, JobState.EXPIRED, error=error)
             return
-        limits = [limit for limit in (left, delivery.soft_s) if limit is not None]
+        limits = [limit for limit in (left, run.soft_s) if limit is not None]
         request = run.payload.to_request(run.job_id)
         request = request.model_copy(update={"deadline_s": min(limits, default=None)})
-        run.soft_limited = delivery.soft_s is not None and request.deadline_s == delivery.soft_s
+        run.soft_limited = run.soft_s is not None and request.deadline_s == run.soft_s
         try:
             handle = self._backend.submit(request)
         except QueueFullError:
-            self._actor.after(_QUEUE_FULL_RETRY_S, partial(self._admit, run, delivery))
+            self._actor.after(_QUEUE_FULL_RETRY_S, partial(self._admit, run))
             return
         except EngineDeadError as exc:
             self._on_death(exc)
@@ -173,9 +209,10 @@ class Runs:
         if request.stream and self._streams is not None:
             self._streams.begin(run.job_id, run.attempt, handle)
         run.started_at = self._clock()
-        self._accept(delivery)
-        if delivery.hard_s is not None:
-            self._actor.after(delivery.hard_s, partial(self._on_hard_limit, run))
+        for delivery in run.deliveries:
+            self._accept(delivery)
+        if run.hard_s is not None:
+            self._actor.after(run.hard_s, partial(self._on_hard_limit, run))
         self._actor.when(handle.future, partial(self._on_done, run, handle))
 
     # ---------------------------------------------------------------------------------------------------- ending
@@ -296,6 +333,9 @@ class Runs:
             self._endings.hand_back(delivery)
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
+        if not run.deliveries:
+            self._announce([run.job_id])
+            return
         waiting = []
         for delivery in self._live(run):
             if delivery.ending is not None:
@@ -338,6 +378,10 @@ class Runs:
         if error := future.exception():
             logger.error("Job %s is not released (%r); it is taken over later", run.job_id, error)
         self._forget(run)
+        if not run.deliveries:
+            self._announce(
+                [run.job_id]
+            )  # it may have ended, as a suspect that was alone when the backend died
         for delivery in self._live(run):
             self._endings.hand_back(delivery)
 
@@ -351,5 +395,7 @@ class Runs:
     def _forget(self, run: Run) -> None:
         if self._runs.get(run.job_id) is run:
             del self._runs[run.job_id]
+            if run.on_ended is not None:
+                run.on_ended()
         if self._streams is not None:
             self._streams.forget(run.job_id, run.attempt)

@@ -162,6 +162,9 @@ class Settings(BaseSettings):
         ge=0,
         description="deliveries held beyond the slots; the larger of 8 and a quarter of the slots when unset",
     )
+    max_queue_age_s: float | None = Field(
+        None, gt=0, description="a job that waited longer than this for a worker expires; no limit when unset"
+    )
     max_prompt_chars: int = Field(1_000_000, ge=1, description="longest prompt text accepted, in characters")
     finaliser_threads: int = Field(
         2, ge=1, le=4, description="threads that run Celery's tracer on finished jobs"

@@ -21,6 +21,7 @@ from backend.api import (
 )
 from models_db import claims
 from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
+from models_db.deaths import bury
 from models_db.jobs import job_result, job_status
 from models_db.tables import Attempt, Job, JobState
 from models_db.workers import NewWorker, register_worker
@@ -238,6 +239,7 @@ class World:
     engine: Engine
     clock: Clock = field(default_factory=Clock)
     workers: dict[str, TestWorker] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)  # what a sweeper would publish again
 
     def worker(self, name: str = "a", **settings: Any) -> TestWorker:
         worker = TestWorker(self, name, settings)
@@ -247,6 +249,12 @@ class World:
     def run(self) -> None:
         while sum(worker.step() for worker in self.workers.values() if not worker.killed):
             pass
+
+    def bury(self, name: str) -> None:
+        """The others have noticed that this worker is dead."""
+        with self.engine.begin() as conn:
+            burial = bury(conn, name, now=self.clock.now())
+        self.published += [*burial.queued, *burial.ended, *burial.untold]
 
     def status(self, job_id: str) -> Any:
         with self.engine.connect() as conn:
@@ -302,7 +310,15 @@ class TestWorker:
             self.fatal.append,
             clock=world.clock,
             now=world.clock.now,
+            announce=world.published.extend,
+            pause=self._pause,
+            worker_id=name,
         )
+        self.paused = False
+        self.table.suspects.start()
+
+    def _pause(self, paused: bool) -> None:
+        self.paused = paused
 
     def deliver(self, job_id: str, payload: Any = None, *, args: Any = None, **limits: float) -> FakeRequest:
         """Hand a delivery to the pool's table, as ``on_apply`` does."""

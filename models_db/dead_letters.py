@@ -1,0 +1,59 @@
+"""Messages that no worker could read, kept for people.
+
+Every function works inside the caller's transaction and never commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from sqlalchemy import Connection, select
+
+from models_db.base import utcnow
+from models_db.dialects import insert_or_ignore
+from models_db.tables import DeadLetter
+from models_db.text import clean_text
+
+
+@dataclass(frozen=True, slots=True)
+class NewDeadLetter:
+    """One message with the reason. ``message`` is what Redis held, as text."""
+
+    id: str
+    queue: str
+    worker_id: str
+    reason: str
+    message: str
+    received_at: datetime = field(default_factory=utcnow)
+
+
+def store_dead_letters(conn: Connection, letters: Sequence[NewDeadLetter]) -> None:
+    """Insert them; one that is there already is left alone."""
+    rows = [
+        {
+            "id": letter.id,
+            "queue": letter.queue[:255],
+            "worker_id": letter.worker_id,
+            "reason": clean_text(letter.reason),
+            "message": clean_text(letter.message),
+            "received_at": letter.received_at,
+        }
+        for letter in letters
+    ]
+    insert_or_ignore(conn, DeadLetter, rows, [DeadLetter.id])
+
+
+def list_dead_letters(conn: Connection, limit: int = 50) -> list[NewDeadLetter]:
+    """The newest ones first."""
+    columns = (
+        DeadLetter.id,
+        DeadLetter.queue,
+        DeadLetter.worker_id,
+        DeadLetter.reason,
+        DeadLetter.message,
+        DeadLetter.received_at,
+    )
+    query = select(*columns).order_by(DeadLetter.received_at.desc(), DeadLetter.id).limit(limit)
+    return [NewDeadLetter(*row) for row in conn.execute(query)]

@@ -1,0 +1,263 @@
+"""The sweeper: makes a delivery for every job that has lost its own.
+
+It runs in each worker, in a thread of its own, and only ever *creates deliveries*. Who runs a job is decided by
+the claim, so sweepers of several workers may do the same at once.
+
+* What a dead worker had is queued again in SQL (``models_db.deaths``) and published again.
+* A message can be lost between Redis and the worker that took it, or with Redis itself. Then more rows are queued
+  than messages wait. While that lasts, the one sweeper of the queue that Redis's lease names looks which queued
+  jobs no list and no unacknowledged delivery holds; those it finds twice in a row it publishes again.
+* Unreadable messages that a consumer put aside go into the table ``dead_letter``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from celery.utils.log import get_logger
+from sqlalchemy import Connection
+
+from models_db.dead_letters import NewDeadLetter, store_dead_letters
+from models_db.deaths import Burial, bury
+from models_db.jobs import stored_messages
+from models_db.records import StoredMessage
+from models_db.sweeping import mark_republished, queued_count, queued_page
+from workers.actor import Actor
+from workers.queues import LOST, QueueView
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+_PERIOD_S = 1.0
+_LEASE_S = 3.0
+_COUNT_SHARE = 0.02  # of the time that counting may take
+_LONGEST_PAUSE_S = 5.0
+_PAGE = 2000
+_PUBLISH = 500
+_AUDIT_S = 60.0  # between two looks at a queue whose counts say that nothing is missing
+_AUDIT_LENGTH = 20_000  # longest queue that is looked at in that case
+_DEAD_LETTERS = 100
+
+
+class Caller(Protocol):
+    """The part of ``models_db.writer.DatabaseThread`` that is needed."""
+
+    def call(self, work: Callable[[Connection], T]) -> Future[T]: ...
+
+
+class Sweeper:
+    """See the module. ``start`` runs it in a thread; tests call ``run_pending`` instead.
+
+    Args:
+        worker_id: this incarnation.
+        queue: the queue of this worker's model.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Caller,
+        view: QueueView,
+        worker_id: str,
+        queue: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._view = view
+        self._worker_id = worker_id
+        self._queue = queue
+        self._clock = clock
+        self._actor = Actor("sweeper", self._on_fault, clock)
+        self._burying: set[str] = set()
+        self._missing: dict[str, datetime | None] = {}  # found without a delivery at the last scan
+        self._short_since = 0  # looks in a row at which messages were missing
+        self._next_audit = clock() + _AUDIT_S
+        self._counting = False
+        self._next_count = clock()
+        self._redis_away = False
+
+    # -------------------------------------------------------------------------------------- called from anywhere
+
+    def bury(self, worker_ids: Collection[str]) -> None:
+        """These incarnations are dead, or have stopped and left jobs behind."""
+        if worker_ids:
+            self._actor.send(partial(self._on_gone, tuple(worker_ids)))
+
+    def announce(self, job_ids: Sequence[str]) -> None:
+        """Publish these jobs again, so that a delivery tells Celery how they ended."""
+        self._actor.send(partial(self._fetch, list(job_ids)))
+
+    def start(self) -> None:
+        """Run in a thread of its own."""
+        self._actor.send(self._tick)
+        self._actor.start()
+
+    def stop(self) -> None:
+        """End the thread after what has been asked so far."""
+        self._actor.stop()
+        self._view.close()
+
+    def run_pending(self) -> int:
+        """Handle what is due without waiting. For use without ``start``, which sends the first tick."""
+        return self._actor.run_pending()
+
+    # ---------------------------------------------------------------------------------------------------- deaths
+
+    def _on_gone(self, worker_ids: Sequence[str]) -> None:
+        for worker_id in worker_ids:
+            if worker_id not in self._burying:
+                self._burying.add(worker_id)
+                work = partial(bury, worker_id=worker_id)
+                self._actor.when(self._store.call(work), partial(self._on_buried, worker_id))
+
+    def _on_buried(self, worker_id: str, future: Future[Burial]) -> None:
+        self._burying.discard(worker_id)
+        if error := future.exception():
+            logger.error("The jobs of worker %s are not taken over yet: %r", worker_id, error)
+            return
+        burial = future.result()
+        logger.warning(
+            "Worker %s is gone: %d of its jobs are queued again, %d wait as suspects, %d have ended",
+            worker_id,
+            len(burial.queued),
+            len(burial.suspects),
+            len(burial.ended),
+        )
+        for job_id in burial.ended:
+            logger.error("Job %s ended with worker %s", job_id, worker_id)
+        self._fetch([*burial.queued, *burial.ended, *burial.untold])
+
+    def _fetch(self, job_ids: list[str]) -> None:
+        for start in range(0, len(job_ids), _PUBLISH):
+            some = job_ids[start : start + _PUBLISH]
+            work = partial(stored_messages, ids=some)
+            self._actor.when(self._store.call(work), self._on_fetched)
+
+    def _on_fetched(self, future: Future[dict[str, StoredMessage]]) -> None:
+        if error := future.exception():
+            logger.error("Messages cannot be read to be published again: %r", error)
+        else:
+            self._publish(list(future.result().values()))
+
+    def _publish(self, stored: Sequence[StoredMessage]) -> bool:
+        messages = [entry.message for entry in stored if entry.message is not None]
+        return not messages or self._with_redis(partial(self._view.publish, messages), done=True) is not None
+
+    # ------------------------------------------------------------------------------------------- lost deliveries
+
+    def _tick(self) -> None:
+        self._actor.after(_PERIOD_S, self._tick)
+        if not self._with_redis(partial(self._view.elect, self._worker_id, _LEASE_S)):
+            self._forget()
+            return
+        self._keep_dead_letters()
+        now = self._clock()
+        if self._counting or now < self._next_count:
+            return
+        self._counting = True
+        counting = self._store.call(partial(queued_count, queue=self._queue))
+        self._actor.when(counting, partial(self._on_count, now))
+
+    def _on_count(self, began: float, future: Future[int]) -> None:
+        self._counting = False
+        now = self._clock()
+        self._next_count = now + min((now - began) / _COUNT_SHARE, _LONGEST_PAUSE_S)
+        if future.exception() is not None:
+            self._forget()
+            return
+        queued = future.result()
+        waiting = self._with_redis(self._view.length)
+        if waiting is None:
+            self._forget()
+            return
+        audit = queued > 0 and waiting <= _AUDIT_LENGTH and (now >= self._next_audit or bool(self._missing))
+        self._short_since = self._short_since + 1 if queued > waiting else 0
+        # A job is queued before its message is published, so that one look alone says little.
+        if self._short_since >= 2 or audit:
+            self._next_audit = now + _AUDIT_S
+            self._scan()
+        elif not self._short_since:
+            self._forget()
+
+    def _scan(self) -> None:
+        held = self._with_redis(self._view.held_ids)
+        if held is None:
+            self._forget()
+        else:
+            self._actor.when(self._page(""), partial(self._on_page, held, {}))
+
+    def _page(self, after: str) -> Future[list[tuple[str, datetime | None]]]:
+        return self._store.call(partial(queued_page, queue=self._queue, after=after, limit=_PAGE))
+
+    def _on_page(
+        self,
+        held: set[str],
+        found: dict[str, datetime | None],
+        future: Future[list[tuple[str, datetime | None]]],
+    ) -> None:
+        if future.exception() is not None:
+            self._forget()
+            return
+        page = future.result()
+        found |= {job_id: published_at for job_id, published_at in page if job_id not in held}
+        if len(page) == _PAGE:
+            self._actor.when(self._page(page[-1][0]), partial(self._on_page, held, found))
+            return
+        unseen = object()
+        lost = {job_id: at for job_id, at in found.items() if self._missing.get(job_id, unseen) == at}
+        self._missing = found
+        ids = sorted(lost)
+        for start in range(0, len(ids), _PUBLISH):
+            some = {job_id: lost[job_id] for job_id in ids[start : start + _PUBLISH]}
+            marking = self._store.call(partial(mark_republished, seen=some))
+            self._actor.when(marking, self._on_marked)
+
+    def _on_marked(self, future: Future[list[StoredMessage]]) -> None:
+        if future.exception() is None and future.result() and self._publish(future.result()):
+            logger.warning("%d queued jobs had lost their message; published again", len(future.result()))
+
+    def _forget(self) -> None:
+        self._short_since = 0
+        self._missing = {}
+
+    # ---------------------------------------------------------------------------------------------- dead letters
+
+    def _keep_dead_letters(self) -> None:
+        letters = self._with_redis(partial(self._view.dead_letters, _DEAD_LETTERS))
+        if letters:
+            work = partial(store_dead_letters, letters=[NewDeadLetter(**json.loads(it)) for it in letters])
+            self._actor.when(self._store.call(work), partial(self._on_kept, letters))
+
+    def _on_kept(self, letters: Sequence[bytes], future: Future[None]) -> None:
+        if future.exception() is not None:
+            return
+        for letter in letters:
+            if self._with_redis(partial(self._view.remove_dead_letter, letter), done=True) is None:
+                return
+
+    # ------------------------------------------------------------------------------------------------- internals
+
+    def _with_redis(self, work: Callable[[], T], *, done: Any = None) -> T | Any | None:
+        """What ``work`` returns (``done`` where that is nothing), or ``None`` while Redis is away."""
+        try:
+            value = work()
+        except LOST as exc:
+            self._view.close()
+            if not self._redis_away:
+                self._redis_away = True
+                logger.warning("The sweeper waits for Redis (%s)", type(exc).__name__)
+            return None
+        self._redis_away = False
+        return done if value is None else value
+
+    def _on_fault(self, error: Exception) -> None:
+        logger.error("Fault in the sweeper: %r", error, exc_info=error)
+        self._forget()
+        self._counting = False
