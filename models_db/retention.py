@@ -1,16 +1,35 @@
-"""Deleting old history in small transactions, so that a running fleet hardly notices."""
+"""Deleting old history in small transactions, so that a running fleet hardly notices.
+
+The roll-ups are brought up to date first and stay: what is deleted here is counted there for good.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from datetime import date, datetime
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, exists, func, or_, select
 
+from models_db.base import Base, utcnow
+from models_db.errors import InvalidValueError
+from models_db.rollup_tables import JobMinute, LatencyMinute, ThroughputHour, ThroughputMinute
+from models_db.rollups import catch_up, close_before, floor_hour
 from models_db.session import reading, transaction
 from models_db.tables import TERMINAL_BATCH_STATES, Attempt, Batch, EngineSample, Job, Result, Worker
+
+_MINUTES = (ThroughputMinute.started_at, JobMinute.started_at, LatencyMinute.started_at)
+_ROWS_PER_JOB = 10  # so many samples go into a transaction for one job with its text
+
+Keep = Callable[[Connection, Any, ColumnElement[bool]], None]
+"""Writes the rows of a table that are about to be deleted somewhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +42,101 @@ class PruneReport:
     batches: int
     samples: int
     workers: int
+    minutes: int  # rows of the roll-ups per minute
     dry_run: bool
 
 
-def prune(engine: Engine, older_than: datetime, *, dry_run: bool = False, chunk: int = 500) -> PruneReport:
-    """Delete what ended before ``older_than``.
+def prune(
+    engine: Engine,
+    older_than: datetime,
+    *,
+    minutes_older_than: datetime | None = None,
+    archive: Path | None = None,
+    dry_run: bool = False,
+    chunk: int = 500,
+    now: datetime | None = None,
+) -> PruneReport:
+    """Delete what ended before ``older_than``, rounded down to the hour.
 
     That is: terminal jobs with their attempts and results, but none of a batch that has not ended; terminal batches
-    left without jobs; samples; and stopped or dead workers that nothing refers to any more. Each transaction
-    deletes at most ``chunk`` jobs or rows. Takes an engine, because it commits by itself.
+    left without jobs; samples; and stopped or dead workers that nothing refers to any more. Roll-ups stay, but for
+    those per minute that began before ``minutes_older_than``. Each transaction deletes at most ``chunk`` jobs, or ten
+    times as many samples. Takes an engine, because it commits by itself.
+
+    Args:
+        archive: a new file, ``.jsonl`` or ``.jsonl.gz``, that gets each row as a line, on disk before the row goes.
+            After a crash the last rows may be both there and here, never in neither.
+
+    Raises:
+        InvalidValueError: minutes are to go before what they are made of, or the archive exists or is named otherwise.
     """
-    old_job = _old_job(older_than)
+    cut = floor_hour(older_than)
+    minutes_cut = None if minutes_older_than is None else floor_hour(minutes_older_than)
+    if minutes_cut is not None and minutes_cut > cut:
+        raise InvalidValueError(
+            "minutes_older_than", "must not lie after older_than", fix="Keep minutes at least as long as jobs"
+        )
     if dry_run:
-        return _count(engine, older_than)
-    jobs = attempts = results = 0
-    while True:
-        counts = transaction(engine, lambda conn: _prune_jobs(conn, old_job, chunk))
-        jobs, attempts, results = jobs + counts[0], attempts + counts[1], results + counts[2]
-        if counts[0] < chunk:
-            break
-    old_sample = EngineSample.sampled_at < older_than
-    samples = _repeat(engine, chunk, lambda conn: _prune_samples(conn, old_sample, chunk))
-    batches = _repeat(engine, chunk, lambda conn: _prune_by_id(conn, Batch, _old_batch(older_than), chunk))
-    workers = _repeat(engine, chunk, lambda conn: _prune_by_id(conn, Worker, _old_worker(older_than), chunk))
-    return PruneReport(jobs, attempts, results, batches, samples, workers, dry_run=False)
+        return _count(engine, cut, minutes_cut)
+    catch_up(engine, max(cut, now or utcnow()))
+    transaction(engine, partial(close_before, moment=cut))
+    with _archive(archive) as keep:
+        jobs = attempts = results = 0
+        while True:
+            counts = transaction(engine, lambda conn: _prune_jobs(conn, _old_job(cut), chunk, keep))
+            jobs, attempts, results = jobs + counts[0], attempts + counts[1], results + counts[2]
+            if counts[0] < chunk:
+                break
+        rows = chunk * _ROWS_PER_JOB
+        samples = _repeat(
+            engine, rows, lambda conn: _prune_by_time(conn, EngineSample.sampled_at, cut, rows, keep)
+        )
+        batches = _repeat(engine, chunk, lambda conn: _prune_by_id(conn, Batch, _old_batch(cut), chunk, keep))
+        minutes = 0
+        for time in _MINUTES if minutes_cut is not None else ():
+            step = partial(_prune_by_time, time=time, before=minutes_cut, chunk=rows, keep=keep)
+            minutes += _repeat(engine, rows, step)
+        workers = _repeat(
+            engine, chunk, lambda conn: _prune_by_id(conn, Worker, _old_worker(cut), chunk, keep)
+        )
+    return PruneReport(jobs, attempts, results, batches, samples, workers, minutes, dry_run=False)
+
+
+@contextmanager
+def _archive(path: Path | None) -> Iterator[Keep]:
+    if path is None:
+        yield lambda conn, table, condition: None
+        return
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
+        raise InvalidValueError(
+            "archive", "must be a .jsonl or .jsonl.gz file", value=str(path), fix="For example old.jsonl.gz"
+        )
+    try:
+        raw = path.open("xb")
+    except OSError as exc:
+        reason = (
+            "exists already" if isinstance(exc, FileExistsError) else f"cannot be written ({exc.strerror})"
+        )
+        raise InvalidValueError("archive", reason, value=str(path), fix="Name a new file") from exc
+    with raw, gzip.open(raw, "wb") if path.suffix == ".gz" else raw as lines:
+        yield partial(_write, raw, lines)  # type: ignore[arg-type]
+
+
+def _write(
+    raw: IO[bytes], lines: IO[bytes], conn: Connection, table: type[Base], condition: ColumnElement[bool]
+) -> None:
+    for row in conn.execute(select(table.__table__).where(condition)).mappings():
+        line = {"table": table.__tablename__} | dict(row)
+        lines.write(json.dumps(line, ensure_ascii=True, default=_plain).encode() + b"\n")
+    lines.flush()
+    raw.flush()
+    os.fsync(raw.fileno())
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} has no place in an archive")
 
 
 def _old_job(older_than: datetime) -> ColumnElement[bool]:
@@ -63,6 +153,8 @@ def _old_worker(older_than: datetime) -> ColumnElement[bool]:
         Worker.stopped_at < older_than,
         ~exists().where(Attempt.worker_id == Worker.id),
         ~exists().where(EngineSample.worker_id == Worker.id),
+        ~exists().where(ThroughputHour.worker_id == Worker.id),
+        ~exists().where(ThroughputMinute.worker_id == Worker.id),
         ~exists().where(Job.owner == Worker.id),
     )
 
@@ -76,31 +168,42 @@ def _repeat(engine: Engine, chunk: int, step: Callable[[Connection], int]) -> in
             return total
 
 
-def _prune_jobs(conn: Connection, old: ColumnElement[bool], chunk: int) -> tuple[int, int, int]:
+def _prune_jobs(conn: Connection, old: ColumnElement[bool], chunk: int, keep: Keep) -> tuple[int, int, int]:
     # Locked before they are judged, so that a retry at the same moment keeps its job.
     ids = conn.scalars(select(Job.id).where(old).order_by(Job.id).limit(chunk).with_for_update()).all()
     if not ids:
         return 0, 0, 0
-    results = conn.execute(delete(Result).where(Result.job_id.in_(ids))).rowcount
-    attempts = conn.execute(delete(Attempt).where(Attempt.job_id.in_(ids))).rowcount
-    return conn.execute(delete(Job).where(Job.id.in_(ids))).rowcount, attempts, results
+    counts = []
+    for table, condition in _of_jobs(ids):
+        keep(conn, table, condition)
+        counts.append(conn.execute(delete(table).where(condition)).rowcount)
+    return counts[2], counts[1], counts[0]
 
 
-def _prune_samples(conn: Connection, old: ColumnElement[bool], chunk: int) -> int:
-    oldest = conn.execute(
-        select(EngineSample.sampled_at).where(old).order_by(EngineSample.sampled_at).limit(chunk)
-    ).all()
+def _of_jobs(ids: Sequence[str]) -> list[tuple[Any, ColumnElement[bool]]]:
+    """What belongs to these jobs, in the order in which it can be deleted."""
+    return [(Result, Result.job_id.in_(ids)), (Attempt, Attempt.job_id.in_(ids)), (Job, Job.id.in_(ids))]
+
+
+def _prune_by_time(conn: Connection, time: Any, before: datetime | None, chunk: int, keep: Keep) -> int:
+    """Delete about ``chunk`` rows, the oldest first: all that share the last one's time go with it."""
+    oldest = conn.scalars(select(time).where(time < before).order_by(time).limit(chunk)).all()
     if not oldest:
         return 0
-    return conn.execute(delete(EngineSample).where(EngineSample.sampled_at <= oldest[-1].sampled_at)).rowcount
+    table, condition = time.class_, time <= oldest[-1]
+    keep(conn, table, condition)
+    return conn.execute(delete(table).where(condition)).rowcount
 
 
-def _prune_by_id(conn: Connection, table: Any, old: ColumnElement[bool], chunk: int) -> int:
+def _prune_by_id(conn: Connection, table: Any, old: ColumnElement[bool], chunk: int, keep: Keep) -> int:
     ids = conn.scalars(select(table.id).where(old).limit(chunk)).all()
-    return conn.execute(delete(table).where(table.id.in_(ids))).rowcount if ids else 0
+    if not ids:
+        return 0
+    keep(conn, table, table.id.in_(ids))
+    return conn.execute(delete(table).where(table.id.in_(ids))).rowcount
 
 
-def _count(engine: Engine, older_than: datetime) -> PruneReport:
+def _count(engine: Engine, older_than: datetime, minutes_before: datetime | None) -> PruneReport:
     old_job = _old_job(older_than)
     old_ids = select(Job.id).where(old_job)
     with reading(engine) as conn:
@@ -111,8 +214,9 @@ def _count(engine: Engine, older_than: datetime) -> PruneReport:
         # What the deleted rows leave behind counts as if they were gone.
         kept_jobs = select(Job.batch_id).where(Job.batch_id.is_not(None), ~old_job)
         kept_attempts = select(Attempt.worker_id).where(Attempt.job_id.not_in(old_ids))
-        kept_samples = select(EngineSample.worker_id).where(EngineSample.sampled_at >= older_than)
         owned = select(Job.owner).where(Job.owner.is_not(None))
+        # A worker that was sampled has, or will have, rows in the roll-ups.
+        sampled = [select(table.worker_id) for table in (EngineSample, ThroughputHour, ThroughputMinute)]
         return PruneReport(
             jobs=count(Job, old_job),
             attempts=count(Attempt, Attempt.job_id.in_(old_ids)),
@@ -123,10 +227,11 @@ def _count(engine: Engine, older_than: datetime) -> PruneReport:
                 Worker,
                 and_(
                     Worker.stopped_at < older_than,
-                    Worker.id.not_in(kept_attempts),
-                    Worker.id.not_in(kept_samples),
-                    Worker.id.not_in(owned),
+                    *(Worker.id.not_in(kept) for kept in (kept_attempts, owned, *sampled)),
                 ),
             ),
+            minutes=0
+            if minutes_before is None
+            else sum(count(time.class_, time < minutes_before) for time in _MINUTES),
             dry_run=True,
         )

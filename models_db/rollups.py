@@ -7,12 +7,16 @@ writes samples into a time that is done sets the mark back (``note_samples``).
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Engine,
     FromClause,
     Subquery,
     and_,
@@ -42,6 +46,7 @@ from models_db.rollup_tables import (
     ThroughputHour,
     ThroughputMinute,
 )
+from models_db.session import reading, transaction
 from models_db.tables import TERMINAL_JOB_STATES, Attempt, AttemptOutcome, EngineSample, Job, JobState, Result
 from models_db.timesql import day_of, hour_start_of, minute_of, night_of, seconds_between
 
@@ -108,13 +113,35 @@ def advance(
     if since is None or since >= end:
         until = end
     else:
-        since = max(floor_minute(since), locked.complete_from or since)
+        since = floor_minute(since)
+        if locked.complete_from is not None:
+            since = max(since, locked.complete_from)
         until = min(end, floor_hour(since + longest) if longest >= HOUR else since + longest)
         roll_up(conn, since, until)
     done = min(until, target)
     if mark is None or done > mark:
         conn.execute(update(RollupMark).where(RollupMark.name == MARK).values(rolled_until=done))
     return until < end
+
+
+def catch_up(
+    engine: Engine,
+    now: datetime,
+    *,
+    with_present: bool = False,
+    longest: timedelta = timedelta(days=1),
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Advance to ``now`` in as many transactions as it takes, waiting for others who are at it."""
+    step = partial(advance, now=now, longest=longest, with_present=with_present)
+    while True:
+        while transaction(engine, step):
+            pass
+        with reading(engine) as conn:
+            mark = rolled_until(conn)
+        if mark is not None and mark >= floor_minute(now - SETTLE):
+            return
+        sleep(0.2)
 
 
 def reopen(conn: Connection, since: datetime) -> None:

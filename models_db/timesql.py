@@ -69,7 +69,7 @@ _SQL: dict[type[FunctionElement[Any]], dict[str, str]] = {
         "mysql": "DATE({} - INTERVAL 12 HOUR)",
     },
     seconds_between: {
-        "sqlite": "((julianday({1}) - julianday({0})) * 86400.0)",
+        "sqlite": "ROUND((julianday({1}) - julianday({0})) * 86400.0, 3)",  # exact to 0.04 ms
         "postgresql": "CAST(EXTRACT(EPOCH FROM {1} - {0}) AS DOUBLE PRECISION)",
         "mysql": "(TIMESTAMPDIFF(MICROSECOND, {0}, {1}) / 1000000e0)",
     },

@@ -156,7 +156,7 @@ NIGHT = {  # from noon to noon, by the day on which it begins
     "mysql": "DATE(started_at - INTERVAL 12 HOUR)",
 }
 DURATION_S = {
-    "sqlite": "(julianday(finished_at) - julianday(created_at)) * 86400.0",
+    "sqlite": "ROUND((julianday(finished_at) - julianday(created_at)) * 86400.0, 3)",
     "postgresql": "CAST(EXTRACT(EPOCH FROM finished_at - created_at) AS DOUBLE PRECISION)",
     "mysql": "TIMESTAMPDIFF(MICROSECOND, created_at, finished_at) / 1000000e0",
 }

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import func, select
 
 from models_db.batches import create_batch, set_batch_state
+from models_db.errors import InvalidValueError
 from models_db.jobs import insert_jobs, job_states
 from models_db.retention import PruneReport, prune
+from models_db.rollup_tables import JobHour, JobMinute, ThroughputHour
+from models_db.rollups import advance, floor_hour, reopen
 from models_db.session import reading
 from models_db.tables import BatchState, WorkerState
 from models_db.workers import add_samples, list_workers, set_worker_state
@@ -24,8 +31,9 @@ from tests.db.helpers import (
     new_sample,
 )
 
-OLD, NEW = at(0), at(100)
-LIMIT = at(50)
+OLD, NEW = at(0), at(3600)
+LIMIT = floor_hour(NEW)
+NOW = at(7200)
 
 
 @pytest.fixture
@@ -54,22 +62,80 @@ def history(db):
     return db
 
 
-EXPECTED = PruneReport(jobs=8, attempts=8, results=8, batches=1, samples=6, workers=1, dry_run=False)
+EXPECTED = PruneReport(
+    jobs=8, attempts=8, results=8, batches=1, samples=6, workers=1, minutes=0, dry_run=False
+)
+NOTHING = PruneReport(0, 0, 0, 0, 0, 0, 0, dry_run=False)
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 500])
 def test_what_ended_long_ago_goes_and_all_else_stays(history, chunk):
     dry = prune(history, LIMIT, dry_run=True)
     assert dry == replace(EXPECTED, dry_run=True)
-    assert prune(history, LIMIT, chunk=chunk) == EXPECTED
-    assert prune(history, LIMIT, chunk=chunk) == PruneReport(0, 0, 0, 0, 0, 0, dry_run=False)
+    assert prune(history, LIMIT, chunk=chunk, now=NOW) == EXPECTED
+    assert prune(history, LIMIT, chunk=chunk, now=NOW) == NOTHING
     with reading(history) as conn:
         kept = ["queued", "running", "new", "in-open"]
         assert sorted(job_states(conn, [*kept, "in-ended", *(f"old-{n}" for n in range(7))])) == sorted(kept)
         assert attempts(conn, "running") == [(1, "live", None)]
-        # "old" still ran a job of the open batch, "new" a job that is kept.
+        # "old" and "new" are named by roll-ups.
         assert {worker.id for worker in list_workers(conn)} == {"old", "new", "live"}
 
 
 def test_nothing_is_old_enough(history):
-    assert prune(history, T0.replace(year=2020)) == PruneReport(0, 0, 0, 0, 0, 0, dry_run=False)
+    assert prune(history, T0.replace(year=2020), now=NOW) == NOTHING
+
+
+def test_rollups_outlive_what_they_count_even_when_told_to_compute_it_again(history):
+    prune(history, LIMIT, now=NOW)
+    with history.begin() as conn:
+        sums = select(
+            *(
+                select(func.sum(column)).scalar_subquery()
+                for column in (JobHour.succeeded, ThroughputHour.samples)
+            )
+        )
+        assert conn.execute(sums).one() == (10, 7)
+        reopen(conn, T0.replace(year=2020))
+        while advance(conn, NOW):
+            pass
+        assert conn.execute(sums).one() == (10, 7)
+
+
+def test_minutes_go_when_asked_for_and_never_before_what_they_are_made_of(history):
+    with pytest.raises(InvalidValueError, match="must not lie after older_than"):
+        prune(history, LIMIT, minutes_older_than=at(7200))
+    assert prune(history, LIMIT, minutes_older_than=LIMIT, now=NOW).minutes > 0
+    with reading(history) as conn:
+        assert (
+            conn.scalar(select(func.count()).select_from(JobMinute).where(JobMinute.started_at < LIMIT)) == 0
+        )
+        assert conn.scalar(select(func.sum(JobHour.succeeded))) == 10
+
+
+@pytest.mark.parametrize("name", ["old.jsonl", "old.jsonl.gz"])
+def test_the_archive_has_every_row_that_went(history, tmp_path, name):
+    path = tmp_path / name
+    report = prune(history, LIMIT, archive=path, chunk=3, now=NOW)
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        rows = [json.loads(line) for line in lines]
+    counts = Counter(row["table"] for row in rows)
+    assert counts == {
+        "job": report.jobs,
+        "attempt": report.attempts,
+        "result": report.results,
+        "batch": report.batches,
+        "engine_sample": report.samples,
+        "worker": report.workers,
+    }
+    (job,) = [row for row in rows if row.get("id") == "old-3"]
+    assert (job["prompt"], job["finished_at"]) == ({"prompt": "Grüße, 世界 🌍"}, OLD.isoformat())
+    with pytest.raises(InvalidValueError, match=r"exists already .* Name a new file"):
+        prune(history, LIMIT, archive=path, now=NOW)
+
+
+def test_a_bad_archive_is_refused_before_anything_goes(history, tmp_path):
+    for name, message in (("old.csv", "must be a .jsonl"), ("no/such/folder.jsonl", "cannot be written")):
+        with pytest.raises(InvalidValueError, match=message):
+            prune(history, LIMIT, archive=tmp_path / name, now=NOW)
+    assert prune(history, LIMIT, dry_run=True).jobs == 8

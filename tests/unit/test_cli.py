@@ -37,6 +37,8 @@ COMMANDS = [
     ["db", "current"],
     ["db", "check"],
     ["db", "prune"],
+    ["db", "rollup"],
+    ["db", "sample-history"],
     ["demo"],
     ["doctor"],
     ["bench"],

@@ -1,9 +1,10 @@
-"""``tokenmill db``: the schema and old rows."""
+"""``tokenmill db``: the schema, roll-ups and old rows."""
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -88,30 +89,99 @@ def check(database_url: DatabaseOption = None) -> None:
 @app.command()
 def prune(
     older_than: Annotated[str, typer.Option("--older-than", help="Age: 90d, 12h or 2w.", show_default=False)],
+    archive: Annotated[
+        Path | None,
+        typer.Option(
+            "--archive", help="New .jsonl or .jsonl.gz file for the rows, written first.", show_default=False
+        ),
+    ] = None,
+    minutes_older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--minutes-older-than", help="Delete roll-ups per minute of this age, too.", show_default=False
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would go, change nothing.")] = False,
     database_url: DatabaseOption = None,
 ) -> None:
-    """Delete jobs that ended long ago, with their results, and old samples and workers.
+    """Delete jobs that ended long ago, with their results, and old samples and workers; the fleet may run meanwhile.
+
+    Roll-ups are brought up to date first and stay, so that the throughput history goes on.
 
     [bold]Examples[/bold]
 
       tokenmill db prune --older-than 90d --dry-run
 
-      tokenmill db prune --older-than 90d
+      tokenmill db prune --older-than 90d --archive until-march.jsonl.gz
+
+      tokenmill db prune --older-than 90d --minutes-older-than 365d
     """
     from dataclasses import asdict
 
     from models_db.retention import prune as prune_rows
 
-    before = datetime.now(UTC) - age(older_than)
+    now = datetime.now(UTC)
+    before = now - age(older_than)
+    minutes = None if minutes_older_than is None else now - age(minutes_older_than, "--minutes-older-than")
     with database(settings_from(database_url=database_url)) as engine:
-        report = prune_rows(engine, before, dry_run=dry_run)
+        report = prune_rows(
+            engine, before, minutes_older_than=minutes, archive=archive, dry_run=dry_run, now=now
+        )
     counts = {name: count for name, count in asdict(report).items() if name != "dry_run"}
+    if minutes is None:
+        del counts["minutes"]
     verb = "would delete" if report.dry_run else "deleted"
     typer.echo(f"{verb} " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
 
 
-def age(text: str) -> timedelta:
+@app.command()
+def rollup(
+    since: Annotated[
+        str | None,
+        typer.Option("--since", help="Compute again from here on: 24h, 7d or a time.", show_default=False),
+    ] = None,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Bring the roll-ups up to the second, as the workers do each minute. Several at once do no harm.
+
+    [bold]Examples[/bold]
+
+      tokenmill db rollup
+
+      tokenmill db rollup --since 7d
+    """
+    from models_db.rollups import catch_up, reopen, rolled_until
+    from models_db.session import reading, transaction
+
+    start, now = moment(since, "--since"), datetime.now(UTC)
+    with database(settings_from(database_url=database_url)) as engine:
+        if start is not None:
+            transaction(engine, lambda conn: reopen(conn, start))
+        catch_up(engine, now, with_present=True)
+        with reading(engine) as conn:
+            mark = rolled_until(conn)
+    typer.echo(f"every minute is there until {mark:%Y-%m-%d %H:%M} UTC, and what there is of the present")
+
+
+@app.command("sample-history")
+def sample_history(database_url: DatabaseOption = None) -> None:
+    """Fill an empty database with three invented nights, to try the queries of docs/queries.md on.
+
+    [bold]Example[/bold]
+
+      tokenmill db upgrade --database-url sqlite:///sample.db
+
+      tokenmill db sample-history --database-url sqlite:///sample.db
+    """
+    from models_db import sample_history as history
+    from models_db.session import transaction
+
+    with database(settings_from(database_url=database_url)) as engine:
+        jobs = transaction(engine, history.load)
+    typer.echo(f"{jobs:,} jobs between {history.START:%Y-%m-%d %H:%M} and {history.END:%Y-%m-%d %H:%M} UTC")
+
+
+def age(text: str, option: str = "--older-than") -> timedelta:
     """``"90d"``, ``"12h"``, ``"2w"`` as a span of time.
 
     Raises:
@@ -119,9 +189,7 @@ def age(text: str) -> timedelta:
     """
     match = re.fullmatch(r"(\d+)\s*([hdw])", text.strip())
     if not match or not int(match[1]):
-        raise RequestError(
-            "must be an age", field="--older-than", value=text, fix="For example 90d, 12h or 2w"
-        )
+        raise RequestError("must be an age", field=option, value=text, fix="For example 90d, 12h or 2w")
     return timedelta(hours=int(match[1]) * {"h": 1, "d": 24, "w": 24 * 7}[match[2]])
 
 
