@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,8 +18,11 @@ from celery.utils.log import get_logger
 from sqlalchemy import Connection, select
 
 from backend.api import Backend, BackendStats, TokenmillError
+from models_db.base import utcnow
 from models_db.errors import WriterStoppedError
+from models_db.faults import summary
 from models_db.jobs import cancelled_running
+from models_db.rollups import advance
 from models_db.tables import Job, WorkerState
 from models_db.workers import NewSample, NewWorker, WorkerDetails, live_workers, set_worker_state
 from models_db.writer import DatabaseThread
@@ -27,6 +31,8 @@ from workers.settings import Settings
 logger = get_logger(__name__)
 
 _LONGEST_START_S = 600.0
+_ROLL_UP_EVERY_S = 60.0
+_ROLL_UP_AT_ONCE = timedelta(minutes=10)  # so that the database thread is soon back
 
 
 class DeclaredDeadError(TokenmillError):
@@ -112,6 +118,8 @@ class Incarnation:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: Sampler | None = None
+        self._rolling: Future[bool] | None = None
+        self._behind = False
 
     def dead_ids(self) -> frozenset[str]:
         """Incarnations whose jobs may be taken over; for the claim, from any thread."""
@@ -141,6 +149,7 @@ class Incarnation:
         if self._thread is not None:
             self._thread.join()
         self._sample()
+        self._roll_up(with_present=True)
         self._set_state(WorkerState.STOPPED)
 
     def beat(self) -> None:
@@ -158,11 +167,15 @@ class Incarnation:
 
     def _loop(self) -> None:
         next_sample = self._clock() + self._settings.sample_interval_s
+        next_roll_up = self._clock() + _ROLL_UP_EVERY_S
         while True:
             self.beat()
             if self._clock() >= next_sample:
                 self._sample()
                 next_sample += self._settings.sample_interval_s
+            if self._behind or self._clock() >= next_roll_up:
+                self._roll_up()
+                next_roll_up = self._clock() + _ROLL_UP_EVERY_S
             if self._stop.wait(self._settings.heartbeat_interval_s):
                 return
 
@@ -211,6 +224,25 @@ class Incarnation:
         if sample := self._sampler.sample(self._clock(), self._backend.stats()):
             with suppress(WriterStoppedError):
                 self._db.sample(sample)
+
+    def _roll_up(self, *, with_present: bool = False) -> None:
+        """Every worker offers this each minute, and the first one does it for all."""
+        if self._db is None or (self._rolling is not None and not self._rolling.done()):
+            return
+        self._behind = False
+        with suppress(WriterStoppedError):
+            self._rolling = self._db.call(
+                lambda conn: advance(conn, utcnow(), longest=_ROLL_UP_AT_ONCE, with_present=with_present)
+            )
+            self._rolling.add_done_callback(self._on_rolled_up)
+
+    def _on_rolled_up(self, future: Future[bool]) -> None:
+        if future.cancelled() or isinstance(error := future.exception(), WriterStoppedError):
+            return
+        if error is not None:
+            logger.error("The roll-ups could not be computed and are tried again: %s", summary(error))
+        else:
+            self._behind = future.result()
 
 
 class Sampler:

@@ -16,6 +16,7 @@ from sqlalchemy import select
 
 from backend.api import RequestError, UnknownModelError
 from models_db.jobs import request_cancel
+from models_db.rollup_tables import JobHour, ThroughputHour
 from models_db.tables import AttemptOutcome, EngineSample, JobState
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.fleet import Fleet, WorkerProcess, wait_until
@@ -48,6 +49,8 @@ def test_submit_to_result_on_each_database(make_fleet: MakeFleet, any_database_u
     assert fleet.worker_states() == ["stopped"]
     with fleet.engine.connect() as conn:
         assert sum(conn.scalars(select(EngineSample.requests_finished))) == 40
+        assert sum(conn.scalars(select(ThroughputHour.requests_finished))) == 40, "rolled up at the end, too"
+        assert sum(conn.scalars(select(JobHour.succeeded))) == 40
     assert "one two three" not in worker.log, "prompts and answers stay out of logs"
 
 
