@@ -70,17 +70,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_tiny_model(family: str, folder: Path, **changes: Any) -> Path:
     """Write a seeded random model of ``family`` into ``folder`` in transformers' format; returns the folder."""
+    model_type, own = FAMILIES[family]
+    return save_random_model(
+        model_type, folder, seed=20 + sorted(FAMILIES).index(family), **{**own, **changes}
+    )
+
+
+def save_random_model(
+    model_type: str, folder: Path, *, seed: int, noise: float = 0.0, **changes: Any
+) -> Path:
+    """The same for any type of model: small, but for what ``changes`` say of its configuration.
+
+    ``noise`` is added to norm weights and biases, which are ones and zeros otherwise and would show no mistake.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, own = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **own, **changes})
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(20 + sorted(FAMILIES).index(family))
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("sinks"):
                     parameter.normal_(0.0, 1.0)  # visible in the softmax
+                elif noise and parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=noise)
     model.save_pretrained(folder)
     return folder
 

@@ -1,113 +1,45 @@
-"""The engine on a CUDA device, graphs and kernels included, against transformers' ``generate``."""
+"""The engine on a CUDA device, in float32, against transformers' ``generate``."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from backend.api import GenerationRequest, Prompt, SamplingParams
-from backend.config import EngineConfig
-from backend.engine import AsyncEngine
+from tests.gpu.gpu_driver import CoreDriver, run_engine
+from tests.gpu.gpu_models import FAMILIES, NEW_TOKENS, UNFUSED, generate, make_prompts, save_family
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-VOCAB = 512
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "mistral": {"model_type": "mistral", "sliding_window": 24},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3"},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 16, "query_pre_attn_scalar": 32},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 32},
-}
+Record = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random float32 model of one family."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options = dict(FAMILIES[request.param])
-    config = AutoConfig.for_model(
-        options.pop("model_type"),
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-        **options,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.08)
-    path = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(path)
-    return path
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def make_prompts(count: int) -> list[tuple[int, ...]]:
-    rng = random.Random(1)
-    return [tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 90))) for _ in range(count)]
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(family, tmp_path_factory.mktemp(family))
 
 
-def generate(folder: Path, prompts: list[tuple[int, ...]], new: int) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).cuda()
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device="cuda")
-        out = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(40)
 
 
-def run(folder: Path, prompts: list[tuple[int, ...]], lengths: list[int], **options: Any) -> list[list[int]]:
-    settings: dict[str, Any] = {
-        "max_num_seqs": 20,
-        "max_num_batched_tokens": 64,
-        "num_kv_blocks": 200,
-        "debug_poison": True,
-    }
-    engine = AsyncEngine(
-        EngineConfig(
-            model=str(folder), tokenizer="none", device="cuda", dtype="float32", **(settings | options)
-        )
-    )
-    engine.start()
-    try:
-        handles = [
-            engine.submit(
-                GenerationRequest(
-                    request_id=str(i),
-                    prompt=Prompt(token_ids=prompt),
-                    sampling=SamplingParams(max_tokens=new, ignore_eos=True),
-                )
-            )
-            for i, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        results = [list(handle.result(timeout=120).token_ids) for handle in handles]
-        assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
-        return results
-    finally:
-        engine.shutdown(drain=True)
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return generate(folder, prompts)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +49,69 @@ def run(folder: Path, prompts: list[tuple[int, ...]], lengths: list[int], **opti
         {"mode": "sync"},
         {"cuda_graphs": False},
         {"fused": False},
-        {"num_kv_blocks": 40},
-        {"max_num_batched_tokens": 20, "block_size": 32},
+        {"num_kv_blocks": 14},
+        {"block_size": 7},
+        {"max_num_batched_tokens": 20},
+        {"fused": False, "cuda_graphs": False, "mode": "sync", "prefix_cache": False},
     ],
     ids=str,
 )
-def test_greedy_tokens_equal_generate(folder: Path, options: dict[str, Any]) -> None:
-    prompts = make_prompts(40)
-    expected = generate(folder, prompts, 48)
+def test_greedy_tokens_equal_generate(
+    family: str,
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    options: dict[str, Any],
+    record_property: Record,
+) -> None:
     rng = random.Random(2)
-    lengths = [rng.randint(1, 48) for _ in prompts]
-    got = run(folder, prompts, lengths, **options)
+    lengths = [rng.randint(1, NEW_TOKENS) for _ in prompts]
+    got, details = run_engine(folder, prompts, [{"max_tokens": n} for n in lengths], **options)
     wrong = [i for i, (g, e, n) in enumerate(zip(got, expected, lengths, strict=True)) if g != e[:n]]
+    record_property(
+        "tokens equal to generate's", f"{sum(lengths)} in {len(got)} requests, {len(wrong)} differ"
+    )
     assert not wrong
+    assert details["layers"] == (
+        "modules" if family in UNFUSED or not options.get("fused", True) else "fused"
+    )
+    if not options:
+        record_property("layers, graphs", f"{details['layers']}, {details.get('graphs', 'none')}")
+        if family not in ("mixtral", "qwen3-moe", "gpt-oss", "phi3-longrope"):
+            assert details["graphs"]
+    if "num_kv_blocks" in options:
+        assert details["preemptions"] > 0
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_batches_that_shrink_and_grow_between_buckets(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], graphs: bool
+) -> None:
+    """Waves of arrivals of any size at any step: row counts wander through all buckets, up and down."""
+    driver = CoreDriver(folder, cuda_graphs=graphs)
+    rng = random.Random(3)
+    waiting = list(range(len(prompts)))
+    added: dict[int, tuple[Any, int]] = {}
+    counts = []
+    while waiting or driver.core.has_work():
+        if waiting and rng.random() < 0.25:
+            for _ in range(min(len(waiting), rng.choice((1, 1, 2, 7, 12)))):
+                i = waiting.pop(0)
+                length = rng.randint(1, NEW_TOKENS)
+                added[i] = driver.add(prompts[i], max_tokens=length), length
+        driver.core.step()
+        counts.append(len(driver.core.scheduler.running))
+    assert [s.output_ids for s, _ in added.values()] == [expected[i][:n] for i, (_, n) in added.items()]
+    assert len(set(counts)) > 9
+    turns = [b > a for a, b in itertools.pairwise(counts) if a != b]
+    assert sum(a != b for a, b in itertools.pairwise(turns)) > 10  # up and down again
+
+
+def test_float64_runs_without_graphs(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Its attention is PyTorch's, which takes lengths from the host: a graph would keep the first step's."""
+    folder = save_family("llama", tmp_path)
+    some = prompts[:12]
+    got, details = run_engine(folder, some, [{"max_tokens": 12}] * len(some), dtype="float64")
+    assert got == generate(folder, some, 12)
+    assert details["attention"] == "sdpa"
+    assert "graphs" not in details
