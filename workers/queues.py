@@ -64,7 +64,7 @@ class QueueView:
         self._connect = connect
         self._keys = [queue_key(queue, step) for step in PRIORITY_STEPS]
         self._sweeper_key = _SWEEPER_KEY + queue
-        self._connection: Connection | None = None
+        self._transport: Any = None
         self._channel: Any = None
 
     def length(self) -> int:
@@ -116,16 +116,17 @@ class QueueView:
 
     def close(self) -> None:
         """Drop the connection; the next call makes a new one."""
-        connection, self._connection, self._channel = self._connection, None, None
-        if connection is not None:
+        transport, self._transport, self._channel = self._transport, None, None
+        if transport is not None:
             with suppress(Exception):
-                connection.close()
+                transport.close_connection(transport)
 
     def _client(self) -> Any:
         if self._channel is None:
-            connection = self._connection = self._connect()
+            connection = self._connect()
             limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
             connection.transport_options = {**(connection.transport_options or {}), **limits}
-            connection.connect()
-            self._channel = connection.channel()
+            # Not the connection's own way, which tries for seconds before it says that Redis is away.
+            transport = self._transport = connection.transport
+            self._channel = transport.create_channel(transport.establish_connection())
         return self._channel.client

@@ -94,9 +94,13 @@ class Sweeper:
         """Publish these jobs again, so that a delivery tells Celery how they ended."""
         self._actor.send(partial(self._fetch, list(job_ids)))
 
+    def begin(self) -> None:
+        """Look after the queue from now on."""
+        self._actor.send(self._tick)
+
     def start(self) -> None:
         """Run in a thread of its own."""
-        self._actor.send(self._tick)
+        self.begin()
         self._actor.start()
 
     def stop(self) -> None:
@@ -105,7 +109,7 @@ class Sweeper:
         self._view.close()
 
     def run_pending(self) -> int:
-        """Handle what is due without waiting. For use without ``start``, which sends the first tick."""
+        """Handle what is due without waiting; for use without ``start``."""
         return self._actor.run_pending()
 
     # ---------------------------------------------------------------------------------------------------- deaths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from backend.api import GenerationRequest
@@ -9,6 +10,16 @@ from backend.config import EngineConfig
 from backend.echo import EchoBackend
 
 POISON = "poison"
+
+
+def aborts_of_poison(config: EngineConfig) -> EchoBackend:
+    """Echo, until a prompt says the word, which ends the process as a fault in native code does."""
+
+    def before_step(requests: Sequence[GenerationRequest]) -> None:
+        if any(request.prompt.prompt == POISON for request in requests):
+            os.abort()
+
+    return EchoBackend(config, before_step=before_step)
 
 
 def dies_of_poison(config: EngineConfig) -> EchoBackend:

@@ -198,6 +198,11 @@ class Fleet:
         self.workers.append(process)
         return process.ready() if wait else process
 
+    def supervisor(self) -> WorkerProcess:
+        """Start ``tokenmill worker``, which keeps a worker process running."""
+        command = "import sys; from workers.cli import main; sys.argv = ['tokenmill', 'worker']; main()"
+        return self.add(WorkerProcess([sys.executable, "-c", command], environment=self.environment()))
+
     def start_workers(self, count: int) -> None:
         """Start several at once and wait until all are ready."""
         for worker in [self.worker(wait=False) for _ in range(count)]:
@@ -219,7 +224,13 @@ class Fleet:
 
     def environment(self) -> dict[str, str]:
         """The settings as variables, for commands that read those."""
-        return {f"TOKENMILL_{name.upper()}": str(value) for name, value in self._settings.items()}
+        variables: dict[str, str] = {}
+        for name, value in self._settings.items():
+            if isinstance(value, dict):
+                variables |= {f"TOKENMILL_{name}_{inner}".upper(): str(it) for inner, it in value.items()}
+            else:
+                variables[f"TOKENMILL_{name}".upper()] = str(value)
+        return variables
 
     # ------------------------------------------------------------------------------------------------ jobs in
 

@@ -52,7 +52,8 @@ class FakeBackend:
 
     name = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 4) -> None:
+        self._slots = slots
         self.handles: dict[str, GenerationHandle] = {}
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
@@ -61,7 +62,7 @@ class FakeBackend:
     def start(self) -> None: ...
 
     def info(self) -> BackendInfo:
-        return BackendInfo("fake", "echo", "none", "none", 4, 100, 100)
+        return BackendInfo("fake", "echo", "none", "none", self._slots, 100, 100)
 
     def stats(self) -> BackendStats:
         return BackendStats()
@@ -238,6 +239,7 @@ class World:
 
     engine: Engine
     clock: Clock = field(default_factory=Clock)
+    slots: int = 4
     workers: dict[str, TestWorker] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)  # what a sweeper would publish again
 
@@ -296,7 +298,7 @@ class TestWorker:
                 ),
             )
         self.store = SqlStore(world.engine, name, world.clock.now)
-        self.backend = FakeBackend()
+        self.backend = FakeBackend(world.slots)
         self.fatal: list[BaseException] = []
         self.mail: list[Action] = []
         self.tracer = InlineTracer(self.mail.append)

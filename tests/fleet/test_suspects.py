@@ -1,0 +1,293 @@
+"""One deadly job among many: how many workers it costs, and that nobody else pays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select
+
+from backend.api import EngineDeadError
+from models_db.deaths import ALONE_DEATHS, KILLED_ITS_WORKER, SOLO_LIMIT, SUSPECT_DEATHS
+from models_db.jobs import insert_jobs, request_cancel
+from models_db.migrate import upgrade
+from models_db.records import NewJob
+from models_db.session import make_engine
+from models_db.tables import AttemptOutcome, FleetLock, Job, JobState, WorkerState
+from models_db.workers import set_worker_state
+from tests.fleet.conftest import MakeFleet
+from tests.fleet.table_world import TestWorker, World
+from workers.payload import GeneratePayload, build_message, queue_for
+from workers.settings import load_settings
+
+MOST_DEATHS = ALONE_DEATHS + SOLO_LIMIT
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    url = f"sqlite:///{tmp_path / 'table.db'}"
+    upgrade(url)
+    engine = make_engine(url)
+    yield engine
+    engine.dispose()
+
+
+def accept(engine: Engine, ids: list[str], **columns: Any) -> None:
+    """Jobs as a client stores them."""
+    settings = load_settings(model="echo")
+    payload = GeneratePayload.parse({"model": "echo", "prompt": "some words"})
+    jobs = [
+        NewJob(
+            id=job_id,
+            model="echo",
+            queue=queue_for("echo"),
+            params={},
+            prompt={},
+            message=build_message(job_id, payload, settings),
+        )
+        for job_id in ids
+    ]
+    with engine.begin() as conn:
+        insert_jobs(conn, jobs)
+        if columns:
+            conn.execute(Job.__table__.update().where(Job.id.in_(ids)).values(**columns))  # type: ignore[attr-defined]
+
+
+class Ward(World):
+    """A fleet in which workers die of poison as soon as they run it."""
+
+    def __init__(self, engine: Engine, slots: int, poison: set[str], workers: int, engine_dies: bool) -> None:
+        super().__init__(engine, slots=slots)
+        self.poison = poison
+        self.engine_dies = engine_dies
+        self.deaths = 0
+        self.live = [self.worker(f"w{n}") for n in range(workers)]
+
+    def go_on(self) -> None:
+        """A second passes: deliveries arrive, poison kills, and otherwise all that runs ends."""
+        self.clock.seconds += 1
+        for number, job_id in enumerate(self.take_published()):
+            self.live[number % len(self.live)].deliver(job_id)
+        self.run()
+        for worker in list(self.live):
+            running = [job_id for job_id, handle in worker.backend.handles.items() if not handle.done()]
+            if self.poison & set(running):
+                self.kill(worker)
+            else:
+                for job_id in running:
+                    worker.backend.finish(job_id)
+        self.run()
+        self.collect()
+
+    def collect(self) -> None:
+        """What was handed back is delivered again."""
+        for worker in self.live:
+            for request in list(worker.requests):
+                if request.log[-1:] == ["front"]:
+                    worker.requests.remove(request)
+                    self.published.append(request.id)
+
+    def kill(self, worker: TestWorker) -> None:
+        self.deaths += 1
+        if self.engine_dies:
+            for handle in worker.backend.handles.values():
+                handle.fail(EngineDeadError("a sticky device error"))
+            self.run()
+        self.collect()
+        worker.kill()
+        self.bury(worker.name)
+        self.live.remove(worker)
+        self.live.append(self.worker(f"w{len(self.workers)}"))
+
+    def take_published(self) -> list[str]:
+        published, self.published[:] = list(self.published), []
+        return published
+
+
+@pytest.mark.parametrize("engine_dies", [False, True], ids=["process dies", "engine dies"])
+@pytest.mark.parametrize(
+    ("innocents", "slots", "workers"), [(255, 256, 1), (60, 16, 3), (3, 1, 2), (0, 8, 1)]
+)
+def test_a_poison_among_innocents(
+    engine: Engine, innocents: int, slots: int, workers: int, engine_dies: bool
+) -> None:
+    others = [f"job-{n:03}" for n in range(innocents)]
+    jobs = [*others, "poison"]
+    random.Random(1).shuffle(jobs)
+    accept(engine, jobs)
+    ward = Ward(engine, slots, {"poison"}, workers, engine_dies)
+    ward.published += jobs
+    for _ in range(400):
+        ward.go_on()
+        if all(state.terminal for state in ward.states().values()):
+            break
+    states = ward.states()
+    assert {states[job_id] for job_id in others} <= {JobState.SUCCEEDED}
+    assert states["poison"] is JobState.FAILED
+    assert SOLO_LIMIT <= ward.deaths <= MOST_DEATHS
+    status = ward.status("poison")
+    assert status.error_type == KILLED_ITS_WORKER
+    assert "nothing else" in status.error_message
+    assert ward.attempts("poison") == [AttemptOutcome.LOST] * ward.deaths
+    for job_id in others:
+        outcomes = ward.attempts(job_id)
+        assert outcomes.count(AttemptOutcome.SUCCEEDED) == 1
+        assert set(outcomes) <= {AttemptOutcome.SUCCEEDED, AttemptOutcome.LOST}
+    for _ in range(5):  # Celery hears of what ran without a delivery
+        ward.go_on()
+    traced = [job_id for worker in ward.workers.values() for job_id in worker.tracer.traced]
+    assert sorted(set(traced)) == sorted(jobs)
+    for worker in ward.live:
+        assert (worker.table.pending, worker.table.running, worker.paused) == (0, 0, False)
+    with engine.connect() as conn:
+        assert not {worker.name for worker in ward.live} & set(conn.scalars(select(FleetLock.owner)))
+
+
+def test_two_poisons_at_once(engine: Engine) -> None:
+    jobs = [f"job-{n:02}" for n in range(40)]
+    accept(engine, [*jobs, "p1", "p2"])
+    ward = Ward(engine, 16, {"p1", "p2"}, 2, engine_dies=False)
+    ward.published += [*jobs, "p1", "p2"]
+    for _ in range(400):
+        ward.go_on()
+        if all(state.terminal for state in ward.states().values()):
+            break
+    states = ward.states()
+    assert {states[job_id] for job_id in jobs} == {JobState.SUCCEEDED}
+    assert states["p1"] is states["p2"] is JobState.FAILED
+    assert ward.deaths <= 2 * MOST_DEATHS
+
+
+def test_a_plain_death_makes_nobody_a_suspect(engine: Engine) -> None:
+    jobs = [f"job-{n}" for n in range(8)]
+    accept(engine, jobs)
+    world = World(engine, slots=8)
+    a, b = world.worker("a"), world.worker("b")
+    for job_id in jobs:
+        a.deliver(job_id)
+    world.run()
+    a.kill()
+    world.bury("a")
+    assert sorted(world.published) == jobs, "all come back at once, together"
+    for job_id in world.published:
+        b.deliver(job_id)
+    world.run()
+    assert sorted(b.backend.submitted) == jobs
+
+
+def test_a_worker_that_stopped_by_itself_raises_no_suspicion(engine: Engine) -> None:
+
+    accept(engine, ["j"])
+    world = World(engine)
+    a = world.worker("a")
+    a.deliver("j")
+    world.run()
+    a.kill()
+    with engine.begin() as conn:
+        set_worker_state(conn, "a", WorkerState.STOPPED)
+    world.bury("a")
+    assert world.published == ["j"]
+    with engine.connect() as conn:
+        assert conn.scalar(select(Job.deaths)) == 0
+
+
+def test_suspects_wait_for_the_lock_and_a_delivery_of_theirs_is_acknowledged(engine: Engine) -> None:
+    accept(engine, ["j"], deaths=SUSPECT_DEATHS)
+    world = World(engine)
+    a, b = world.worker("a"), world.worker("b")
+    world.run()
+    assert (a.backend.submitted, b.backend.submitted) == (["j"], [])
+    request = b.deliver("j")
+    world.run()
+    assert request.log == ["acknowledged"]
+    accept(engine, ["k"], deaths=SUSPECT_DEATHS)
+    again = b.deliver("k")
+    for _ in range(5):
+        world.clock.seconds += 1
+        world.run()
+    assert b.backend.submitted == [], "one worker at a time"
+    assert again.log == ["acknowledged"]
+    a.backend.finish("j")
+    world.run()
+    assert a.backend.submitted == ["j", "k"]
+    a.backend.finish("k")
+    world.run()
+    assert world.published == ["j", "k"], "a delivery will tell Celery"
+
+
+def test_a_job_that_runs_alone_waits_for_the_others_and_keeps_deliveries_out(engine: Engine) -> None:
+    accept(engine, ["alone"], deaths=ALONE_DEATHS)
+    accept(engine, ["other"])
+    world = World(engine)
+    worker = world.worker("a")
+    worker.deliver("other")
+    for _ in range(6):
+        world.clock.seconds += 1
+        world.run()
+    assert worker.paused
+    assert worker.backend.submitted == ["other"]
+    refused = worker.deliver("late")
+    world.run()
+    assert refused.log == ["front"]
+    worker.backend.finish("other")
+    world.run()
+    world.clock.seconds += 1
+    world.run()
+    assert worker.backend.submitted == ["other", "alone"]
+    worker.backend.finish("alone")
+    world.run()
+    assert not worker.paused
+    worker.deliver("late")
+    world.run()
+    assert worker.backend.submitted[-1] == "late"
+
+
+def test_a_suspect_can_be_cancelled_and_its_lock_outlives_no_worker(engine: Engine) -> None:
+    accept(engine, ["j", "k"], deaths=ALONE_DEATHS)
+    world = World(engine)
+    a = world.worker("a")
+    world.run()
+    assert a.backend.submitted == ["j"]
+    with engine.begin() as conn:
+        request_cancel(conn, ["k"])
+    a.kill()
+    world.bury("a")
+    b = world.worker("b")
+    world.run()
+    assert b.backend.submitted == ["j"], "the lock of a dead worker is free"
+    assert world.state("k") is JobState.CANCELLED
+
+
+def test_a_suspect_whose_message_cannot_be_read_fails_with_the_reason(engine: Engine) -> None:
+    accept(engine, ["j"], deaths=SUSPECT_DEATHS, message={"body": "?"})
+    world = World(engine)
+    world.worker()
+    world.run()
+    assert world.state("j") is JobState.FAILED
+    assert world.status("j").error_message == "message: cannot be read"
+
+
+def test_a_prompt_that_aborts_the_process(make_fleet: MakeFleet) -> None:
+    """With real processes: the innocents succeed, the poison fails, the workers' supervisor starts them again."""
+    fleet = make_fleet(
+        backend="tests.fleet.backends:aborts_of_poison",
+        engine={"echo_tokens_per_s": 100, "max_num_seqs": 8},
+        restart_backoff_s=0.1,
+        restart_backoff_max_s=0.5,
+    )
+    supervisor = fleet.supervisor()
+    innocents = [fleet.submit(f"innocent-{n}", max_tokens=10) for n in range(10)]
+    poison = fleet.submit("poison", prompt="poison", max_tokens=10)
+    states = fleet.wait_all([*innocents, poison], timeout_s=90)
+    assert states.pop(poison) is JobState.FAILED
+    assert set(states.values()) == {JobState.SUCCEEDED}
+    status = fleet.status(poison)
+    assert status is not None
+    assert status.error_type == KILLED_ITS_WORKER
+    assert 2 <= len(fleet.attempts(poison)) <= MOST_DEATHS
+    assert "was killed by SIGABRT; starting again" in supervisor.log
+    fleet.wait_drained()
+    assert supervisor.stop() == 0
