@@ -12,11 +12,11 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, select
 
 from models_db.base import utcnow
 from models_db.deaths import DIED, SUSPECT_DEATHS, lose
-from models_db.dialects import chunked, insert_or_ignore
+from models_db.dialects import chunked, insert_or_ignore, insert_rows
 from models_db.errors import DatabaseError, InvalidValueError
 from models_db.jobs import LockedJob, job_results, lock_jobs
 from models_db.records import NewJob, StoredResult
@@ -197,9 +197,9 @@ def finish(
     for (state, error_type, message), ids in groups.items():
         end_jobs(conn, ids, state, now, error_type, message)
         close_attempts(conn, ids, AttemptOutcome(state), now, message)
-    rows = [item.result.row(item.job_id, now) for item in committed if item.result is not None]
-    if rows:
-        conn.execute(insert(Result), rows)
+    insert_rows(
+        conn, Result, [item.result.row(item.job_id, now) for item in committed if item.result is not None]
+    )
     return counts
 
 

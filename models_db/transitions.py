@@ -9,20 +9,55 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, insert, update
+from sqlalchemy import Connection, Update, bindparam, insert, or_, select, update
 
-from models_db.dialects import chunked
+from models_db.dialects import among, chunked
 from models_db.errors import DatabaseError
 from models_db.jobs import LockedJob
 from models_db.tables import Attempt, AttemptOutcome, Job, JobState
 
+# Claims and ends come many times a second, so their statements are built once (see ``among``).
+_ARE_OPEN = (among(Job.id), or_(Job.state == JobState.QUEUED, Job.state == JobState.RUNNING))
+_START = (
+    update(Job)
+    .where(*_ARE_OPEN)
+    .values(
+        state=JobState.RUNNING,
+        attempt=Job.attempt + 1,
+        owner=bindparam("worker"),
+        started_at=bindparam("at"),
+    )
+)
+_END = (
+    update(Job)
+    .where(*_ARE_OPEN)
+    .values(
+        state=bindparam("end"),
+        owner=None,
+        finished_at=bindparam("at"),
+        error_type=bindparam("kind"),
+        error_message=bindparam("why"),
+    )
+)
+_ADD_ATTEMPTS = insert(Attempt).from_select(
+    ["job_id", "number", "worker_id", "started_at"],
+    select(Job.id, Job.attempt, Job.owner, Job.started_at).where(among(Job.id)),
+)
+_CLOSE_ATTEMPTS = (
+    update(Attempt)
+    .where(among(Attempt.job_id), Attempt.outcome.is_(None))
+    .values(outcome=bindparam("end"), ended_at=bindparam("at"), error=bindparam("why"))
+)
+
 
 def update_jobs(conn: Connection, ids: Sequence[str], **values: Any) -> None:
     """Change rows that this transaction has locked and judged; their number is checked, not assumed."""
+    _change(conn, update(Job).where(*_ARE_OPEN).values(**values), ids)
+
+
+def _change(conn: Connection, statement: Update, ids: Sequence[str], **values: Any) -> None:
     for some in chunked(ids):
-        open_states = (JobState.QUEUED, JobState.RUNNING)
-        statement = update(Job).where(Job.id.in_(some), Job.state.in_(open_states)).values(**values)
-        if (changed := conn.execute(statement).rowcount) != len(some):
+        if (changed := conn.execute(statement, values | {"ids": some}).rowcount) != len(some):
             raise DatabaseError(
                 f"{len(some) - changed} of {len(some)} locked jobs were changed by someone else. "
                 "Use an engine from models_db.session.make_engine, whose isolation level the claim relies on"
@@ -31,22 +66,10 @@ def update_jobs(conn: Connection, ids: Sequence[str], **values: Any) -> None:
 
 def start_jobs(conn: Connection, jobs: Sequence[LockedJob], worker_id: str, now: datetime) -> None:
     """``running``, owned by ``worker_id``, with the next attempt open."""
-    update_jobs(
-        conn,
-        [job.id for job in jobs],
-        state=JobState.RUNNING,
-        attempt=Job.attempt + 1,
-        owner=worker_id,
-        started_at=now,
-    )
-    if jobs:
-        conn.execute(
-            insert(Attempt),
-            [
-                {"job_id": job.id, "number": job.attempt + 1, "worker_id": worker_id, "started_at": now}
-                for job in jobs
-            ],
-        )
+    ids = [job.id for job in jobs]
+    _change(conn, _START, ids, worker=worker_id, at=now)
+    for some in chunked(ids):
+        conn.execute(_ADD_ATTEMPTS, {"ids": some})
 
 
 def queue_jobs(conn: Connection, ids: Sequence[str], **values: Any) -> None:
@@ -64,16 +87,8 @@ def end_jobs(
     **values: Any,
 ) -> None:
     """A terminal state; the attempts are closed by ``close_attempts``."""
-    update_jobs(
-        conn,
-        ids,
-        state=state,
-        owner=None,
-        finished_at=now,
-        error_type=error_type,
-        error_message=error_message,
-        **values,
-    )
+    statement = _END.values(**values) if values else _END
+    _change(conn, statement, ids, end=state, at=now, kind=error_type, why=error_message)
 
 
 def close_attempts(
@@ -81,8 +96,4 @@ def close_attempts(
 ) -> None:
     """Close the open attempt of each of these jobs."""
     for some in chunked(ids):
-        conn.execute(
-            update(Attempt)
-            .where(Attempt.job_id.in_(some), Attempt.outcome.is_(None))
-            .values(outcome=outcome, ended_at=now, error=error)
-        )
+        conn.execute(_CLOSE_ATTEMPTS, {"ids": some, "end": outcome, "at": now, "why": error})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from itertools import islice
 
 import pytest
 from sqlalchemy import event, func, select, text
@@ -98,6 +99,39 @@ def test_the_life_of_a_job_through_the_thread(fleet):
     with fleet.connect() as conn:
         assert conn.scalar(select(func.count()).select_from(EngineSample)) == 1
         assert conn.scalar(select(Worker.heartbeat).where(Worker.id == "w")) == 3
+
+
+def test_one_operation_alone_never_waits_for_others(fleet):
+    pauses = []
+    with running(fleet, pause=pauses.append) as thread, commits(fleet) as count:
+        for number in range(3):
+            get(thread.claim(ClaimItem(new_job(f"j{number}"))))
+    assert (pauses, len(count)) == ([], 3)
+
+
+def test_a_busy_batch_waits_while_more_arrives_and_answers_in_order(fleet):
+    ids = [f"j{number:02}" for number in range(60)]
+    late = iter(ids[10:])
+    answers = []
+
+    def claim(job_id):
+        thread.claim(ClaimItem(new_job(job_id))).add_done_callback(
+            lambda future: answers.append(future.result().job_id)
+        )
+
+    def pause(_seconds):
+        for job_id in islice(late, 4):
+            claim(job_id)
+
+    with running(fleet, pause=pause, clock=lambda: 0.0) as thread, commits(fleet) as count:
+        with held_up(thread):
+            for job_id in ids[:10]:
+                claim(job_id)
+        while len(answers) < len(ids):
+            get(thread.call(lambda conn: None))
+        assert thread.stop()
+    assert answers == ids
+    assert len(count) < 12  # alone they are 60; the longest wait lets about forty gather
 
 
 def test_dead_incarnations_are_asked_for_at_each_claim(fleet):
