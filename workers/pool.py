@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -169,6 +170,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
         backend = self._backend = create_backend(settings.backend, settings.engine_config)
         logger.info("Loading model %s in backend %s", settings.model, settings.backend)
         backend.start()
+        # A full collection would look through all that was loaded, a third of a second in which no thread runs.
+        gc.collect()
+        gc.freeze()
         incarnation.online(backend)
         threads = self._threads = Threads(settings.finaliser_threads)
         threads.start()
@@ -215,6 +219,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             f"worker    {settings.worker_name}, incarnation {self._incarnation.id}",
             f"backend   {info.backend}, model {info.model}, device {info.device}, {info.dtype}",
             f"slots     {slots}, prefetch {slots + settings.headroom(slots)}, context {info.max_model_len} tokens",
+            *_engine_line(info.details),
             f"queues    {queue_for(settings.model)}",
             f"broker    {redact_url(settings.broker_url)}",
             f"database  {redact_url(settings.database_url)}",
@@ -456,3 +461,16 @@ class ForeignResult:
     def terminate(self, signal: Any = None) -> None:
         """Celery's way to end it. A thread cannot be stopped; what it returns is ignored."""
         self.terminated = True
+
+
+def _engine_line(details: Mapping[str, Any]) -> list[str]:
+    """What the engine chose when it started; nothing for other backends."""
+    if not {"attention", "layers", "num_kv_blocks", "kv_cache_bytes", "block_size"} <= details.keys():
+        return []
+    cache = f"{details['num_kv_blocks']:,} KV blocks of {details['block_size']} tokens"
+    line = f"engine    attention {details['attention']}, layers {details['layers']}, {cache}"
+    line += f" ({details['kv_cache_bytes'] / 2**20:,.0f} MiB)"
+    if "graphs" in details:
+        taken = details["graph_bytes"] + details.get("graph_shared_bytes", 0)
+        line += f", {details['graphs']} CUDA graphs ({taken / 2**20:,.0f} MiB)"
+    return [line]
