@@ -229,11 +229,10 @@ class Bench:
 
     def _started(self, facts: dict[str, Any]) -> None:
         self.kept["engines"].append(facts)
-        graphs = facts.get("graph_bytes", 0) / gpu_report.MIB
         self._say(
             f"{facts['mode']} engine: start to first token {facts['start_to_first_token_s']:.1f} s "
-            f"({facts['kernels_built']} kernels built), graphs {graphs:,.0f} MiB, {facts['num_kv_blocks']} KV blocks, "
-            f"attention {facts['attention']}, layers {facts['layers']}"
+            f"({facts['kernels_built']} kernels built), graphs {gpu_report.graph_mib(facts)} MiB, "
+            f"{facts['num_kv_blocks']} KV blocks, attention {facts['attention']}, layers {facts['layers']}"
         )
 
     def _progress(self, figures: dict[str, Any]) -> None:

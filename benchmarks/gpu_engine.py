@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -110,13 +111,15 @@ class Measured:
         for handle in self.submit(warm):
             handle.result()
         self.start_s = time.monotonic() - began
+        gc.collect()
+        gc.freeze()  # as a worker does: a full collection stops every thread for a third of a second
         self.kernels_built = _cached_kernels() - kernels
 
     def describe(self) -> dict[str, Any]:
         """What was chosen at the start, JSON-safe."""
         details = self.engine.info().details
         names = "mode max_num_seqs max_model_len max_num_batched_tokens num_kv_blocks kv_cache_bytes"
-        shown = f"{names} attention layers graphs graph_bytes".split()
+        shown = f"{names} attention layers graphs graph_bytes graph_shared_bytes".split()
         facts = {name: details[name] for name in shown if name in details}
         return facts | {"start_to_first_token_s": self.start_s, "kernels_built": self.kernels_built}
 
@@ -208,8 +211,6 @@ class Measured:
 @contextmanager
 def measured(config: EngineConfig, began: float | None = None) -> Iterator[Measured]:
     """An engine for the length of a ``with`` block; its memory is given back after it."""
-    import gc
-
     import torch
 
     one = Measured(config, began)
@@ -218,6 +219,7 @@ def measured(config: EngineConfig, began: float | None = None) -> Iterator[Measu
     finally:
         one.close()
         one.__dict__.clear()
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -47,7 +47,7 @@ def engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
             f"{engine['start_to_first_token_s']:.1f}",
             str(engine["kernels_built"]),
             str(engine.get("graphs", 0)),
-            f"{engine.get('graph_bytes', 0) / MIB:,.0f}",
+            graph_mib(engine),
             str(engine["num_kv_blocks"]),
             str(engine["attention"]),
             str(engine["layers"]),
@@ -155,6 +155,12 @@ def overlap_table(runs: Sequence[Mapping[str, Any]]) -> Table:
         "kernels of one graph count as idle. The profiler itself slows the steps."
     )
     return table
+
+
+def graph_mib(engine: Mapping[str, Any]) -> str:
+    """Memory of an engine's graphs, and what they share outside their pool."""
+    own, shared = engine.get("graph_bytes", 0), engine.get("graph_shared_bytes", 0)
+    return f"{own / MIB:,.0f}" + (f" + {shared / MIB:,.0f}" if shared else "")
 
 
 def _step(work: Mapping[str, Any]) -> str:

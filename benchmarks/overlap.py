@@ -84,6 +84,9 @@ def host_steps(core: Any) -> Iterator[list[HostStep]]:
         step()
 
     def timed_launch(slot: Any) -> None:
+        if not steps:  # the step was under way when the wrapping began
+            launch(slot)
+            return
         began = now()
         prepare = steps[-1].phases["prepare"]
         prepare[-1] = (prepare[-1][0], began)
@@ -91,6 +94,9 @@ def host_steps(core: Any) -> Iterator[list[HostStep]]:
         steps[-1].phases["launch"].append((began, now()))
 
     def timed_retire(slot: Any) -> None:
+        if not steps:
+            retire(slot)
+            return
         began = now()
         slot.output_ready.synchronize()
         ready = now()
@@ -114,10 +120,9 @@ def record(measured: Measured, work: Work) -> dict[str, Any]:
     parts = measured.engine._parts
     assert parts is not None
     handles = measured.submit(work)
-    with host_steps(parts.core) as steps:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            time.sleep(_SETTLE_S + _RECORD_S)
-        stopped = time.time_ns() / 1e3
+    with host_steps(parts.core) as steps, profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        time.sleep(_SETTLE_S + _RECORD_S)
+        recorded = time.time_ns() / 1e3  # to stop it takes as long again
     running = sum(not handle.future.done() for handle in handles)
     for handle in handles:
         handle.cancel()
@@ -129,7 +134,7 @@ def record(measured: Measured, work: Work) -> dict[str, Any]:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))
-    window = (stopped - 1e6 * _RECORD_S, stopped)
+    window = (recorded - 1e6 * _RECORD_S, recorded)
     return evaluate(trace, steps, window) | {"mode": measured.config.mode, "work": work.name}
 
 
@@ -253,8 +258,9 @@ def draw(recorded: dict[str, Any]) -> str:
     parts: list[str] = []
     top = 12.0
     for run in runs:
-        active = f"{run['active']['events']:.2%}" if run["active"]["events"] is not None else "unknown"
-        title = f"{run['mode']}: {run['step_us'] / 1e3:.2f} ms a step, GPU active {active}"
+        title = (
+            f"{run['mode']}: {run['step_us'] / 1e3:.2f} ms a step, GPU active {run['active']['steps']:.1%}"
+        )
         parts.append(_text(_LEFT, top + 12, title, weight="bold"))
         top += 22
         for label, names in _ROWS:
