@@ -197,7 +197,7 @@ class Bench:
     def _peer_works(self) -> list[Work]:
         if self._tiny:
             return [uniform(4, 80)]
-        return [uniform(32, 256), mixed(self._options.mixed or MIXED_FILE, count=32, slots=32)]
+        return [uniform(32, 256), mixed(self._options.mixed or MIXED_FILE, count=32, slots=32, shorten=4)]
 
     def _fleet_works(self) -> list[Work]:
         if self._tiny:

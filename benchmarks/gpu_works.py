@@ -117,11 +117,14 @@ def uniform(rows: int, new: int) -> Work:
     return Work(f"{rows}x{new}", ((PROMPT_TOKENS, new),) * rows, rows)
 
 
-def mixed(path: Path = MIXED_FILE, *, count: int | None = None, slots: int = MIXED_SLOTS) -> Work:
-    """The mixed work, or its first ``count`` requests."""
+def mixed(
+    path: Path = MIXED_FILE, *, count: int | None = None, slots: int = MIXED_SLOTS, shorten: int = 1
+) -> Work:
+    """The mixed work, or its first ``count`` requests; with ``shorten`` of so many times fewer new tokens."""
     requests = json.loads(path.read_text(encoding="utf-8"))["requests"][:count]
     name = "mixed" if count is None else f"mixed-{len(requests)}"
-    return Work(name, tuple((prompt, new) for prompt, new in requests), slots)
+    name += f"/{shorten}" if shorten > 1 else ""
+    return Work(name, tuple((prompt, max(1, new // shorten)) for prompt, new in requests), slots)
 
 
 def parse_works(text: str, mixed_file: Path = MIXED_FILE) -> list[Work]:

@@ -36,6 +36,9 @@ def test_the_mixed_work_is_shipped_with_where_it_comes_from() -> None:
     work = mixed()
     assert (len(work.requests), work.new_tokens, work.slots) == (1319, 356_149, 256)
     assert {new for _, new in work.requests} <= set(range(32, 513))
+    short = mixed(count=5, shorten=4)
+    assert short.name == "mixed-5/4"
+    assert [new for _, new in short.requests] == [new // 4 for _, new in work.requests[:5]]
     about = json.loads(MIXED_FILE.read_text(encoding="utf-8"))["about"]
     assert "GSM8K" in about
 
