@@ -11,7 +11,7 @@ export VENV
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench chaos clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ format: setup  ## let ruff mend what it can
 bench: setup  ## compare the engine with its peers on this machine
 	@$(BIN)/tokenmill bench $(ARGS)
 
+chaos: setup  ## kill, freeze and cut off real workers, and count what was lost (MINUTES=10 SEED=1 for a long run)
+	@$(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+
 clean:  ## remove the environment, the caches and what demo and bench left
-	rm -rf $(VENV) demo-run bench-run .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) demo-run bench-run chaos-run .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,85 @@
+"""``make chaos``: every fault by itself and a short combined run, or (``--minutes``) a long combined run.
+
+The last line is ``chaos: jobs=… lost=0 double=0 duplicates=… unacked=0 recovery_max_s=…``; the exit code is 0 only
+when nothing was lost, nothing ended twice, nothing stayed unacknowledged and every answer was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.chaos.combined import run_combined
+from tests.chaos.seats import ROOT
+from tests.chaos.verdict import Verdict, add_figures, line, read_figures
+from tests.chaos.world import FIGURES_VARIABLE
+
+SHORT_SECONDS = 60.0
+RUN = Path(ROOT) / "chaos-run"  # what a run leaves behind
+
+
+def main() -> int:
+    """Parse, run, report."""
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
+    parser.add_argument(
+        "--minutes", type=float, help="length of the combined run; without it the short suite runs"
+    )
+    parser.add_argument("--seed", type=int, help="of the combined run; drawn when not given")
+    options = parser.parse_args()
+    seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    shutil.rmtree(RUN, ignore_errors=True)
+    RUN.mkdir()
+    figures = []
+    passed = True
+    if options.minutes is None:
+        passed = run_tests(RUN / "figures")
+        figures += read_figures(RUN / "figures")
+    seconds = SHORT_SECONDS if options.minutes is None else 60 * options.minutes
+    tell(f"combined run of {seconds:g}s, SEED={seed}")
+    verdict = run_combined(RUN / "combined", seed=seed, seconds=seconds, say=tell)
+    figures.append(verdict.figures())
+    report(verdict, seed)
+    total = add_figures(figures)
+    print(line(total), flush=True)
+    return (
+        0
+        if passed and verdict.ok and not any(total[name] for name in ("lost", "double", "wrong", "unacked"))
+        else 1
+    )
+
+
+def run_tests(figures: Path) -> bool:
+    """Every fault by itself; their numbers go to the file."""
+    command = [sys.executable, "-m", "pytest", "tests/chaos", "-q", "--ignore=tests/chaos/test_combined.py"]
+    environment = {**os.environ, "CHAOS": "all", FIGURES_VARIABLE: str(figures)}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+
+
+def tell(text: str) -> None:
+    """Show progress as it happens."""
+    print(text, flush=True)
+
+
+def report(verdict: Verdict, seed: int) -> None:
+    """What the combined run found, before the one line."""
+    for recovery in verdict.recoveries:
+        note = ", while something else was wrong, too" if recovery.disturbed else ""
+        tell(f"recovery: {recovery.seconds:.1f}s from the kill to the first claim{note}")
+    tell(
+        "attempts: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(verdict.attempts.items()))
+    )
+    for worker, count in verdict.tracebacks.items():
+        tell(f"{worker}: {count} tracebacks in its log")
+    for complaint in verdict.complaints():
+        tell(complaint)
+    if not verdict.ok:
+        tell(f"the logs of its workers lie in {RUN.name}/combined; the same schedule again: SEED={seed}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

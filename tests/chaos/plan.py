@@ -1,0 +1,121 @@
+"""The schedule of a combined run: a pure function of the seed, so that a run can be made again.
+
+What is scheduled is what is done to the fleet and when; how its processes interleave is theirs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.jobs import request
+
+LONGEST_TOKENS = 600  # of one job: 30 s at the pace of the run; in a short run less
+_LEAD_S = 3.0  # load alone, before the first fault
+_QUIET_S = 9.5  # a kill is over by then, so that its recovery is measured alone
+_TAIL_S = 2.0
+
+# name: (seconds that it lasts at least and at most, whether a quiet time must follow)
+FAULTS: dict[str, tuple[float, float, bool]] = {
+    "kill_one": (0.0, 0.0, True),
+    "kill_all": (0.0, 0.0, True),
+    "freeze_past_death": (9.0, 12.0, False),
+    "freeze_shortly": (1.0, 4.0, False),
+    "redis_kill": (0.5, 3.0, False),
+    "redis_wipe": (0.5, 3.0, False),
+    "redis_cuts": (3.0, 3.0, False),
+    "database_stop": (4.0, 60.0, False),
+    "database_cuts": (3.0, 3.0, False),
+    "database_hang": (2.0, 9.0, False),
+    "warm_restart": (1.0, 1.0, False),
+    "duplicates": (0.0, 0.0, False),
+    "revokes": (0.0, 0.0, False),
+    "cancels": (0.0, 0.0, False),
+    "garbage": (0.0, 0.0, False),
+    "lost_messages": (0.0, 0.0, False),
+    "unpublished": (0.0, 0.0, False),
+    "poison": (0.0, 0.0, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A fault: begun at ``at`` seconds after the start, over after ``lasts``; ``draw`` decides what is left open."""
+
+    at: float
+    kind: str
+    lasts: float
+    draw: int
+
+    def __str__(self) -> str:
+        lasting = f" for {self.lasts:.1f}s" if self.lasts else ""
+        return f"{self.at:6.1f}s {self.kind}{lasting}"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Jobs that are submitted together."""
+
+    at: float
+    requests: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a run does by itself."""
+
+    seed: int
+    seconds: float
+    steps: tuple[Step, ...] = field(repr=False)
+    arrivals: tuple[Arrival, ...] = field(repr=False)
+
+
+def make_plan(seed: int, seconds: float, jobs: int, kinds: Iterable[str] = FAULTS) -> Plan:
+    """Draw a plan. Every kind comes up once before any comes up again; short runs begin with a kill.
+
+    Args:
+        seconds: during which jobs arrive and faults begin.
+        jobs: how many arrive, in groups, with some bursts.
+        kinds: which of ``FAULTS`` to use.
+    """
+    rng = random.Random(seed)
+    names = sorted(kinds)
+    return Plan(seed, seconds, tuple(_steps(rng, seconds, names)), tuple(_arrivals(rng, seconds, jobs)))
+
+
+def _steps(rng: random.Random, seconds: float, names: Sequence[str]) -> list[Step]:
+    steps: list[Step] = []
+    bag: list[str] = []
+    at = _LEAD_S + rng.random()
+    while True:
+        if not bag:
+            bag = rng.sample(names, len(names))
+            if not steps and "kill_one" in bag:
+                bag.append(bag.pop(bag.index("kill_one")))  # popped first
+        kind = bag.pop()
+        least, most, quiet = FAULTS[kind]
+        lasts = rng.uniform(least, min(most, max(least, seconds / 10)))
+        draw = rng.randrange(1 << 32)
+        if at + lasts + _TAIL_S > seconds:
+            return steps
+        steps.append(Step(round(at, 3), kind, round(lasts, 3), draw))
+        # Often the next one falls into this one, or into the time that the fleet needs to get over it.
+        if quiet and rng.random() < 0.7:
+            at += _QUIET_S
+        else:
+            at += rng.choice((rng.uniform(0, lasts), lasts, lasts)) + rng.uniform(0.2, 5.0)
+
+
+def _arrivals(rng: random.Random, seconds: float, jobs: int) -> list[Arrival]:
+    groups: list[list[dict[str, Any]]] = []
+    longest = max(25, min(LONGEST_TOKENS, int(6 * seconds)))
+    number = 0
+    while number < jobs:
+        size = min(jobs - number, rng.choice((1, 1, 2, 3, 5, 20)))
+        groups.append([request(rng, number + n, longest=longest) for n in range(size)])
+        number += size
+    times = sorted(rng.uniform(0, seconds - _TAIL_S) for _ in groups)
+    times[0] = 0.0
+    return [Arrival(round(at, 3), tuple(requests)) for at, requests in zip(times, groups, strict=True)]

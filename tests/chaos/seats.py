@@ -1,0 +1,119 @@
+"""Worker processes that are killed, frozen, stopped and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.fleet.fleet import WorkerProcess
+from workers.settings import load_settings
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def environment(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as the variables that ``tokenmill worker`` reads."""
+    found = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= {f"TOKENMILL_{name}_{part}".upper(): str(item) for part, item in value.items()}
+        elif value is not None:
+            found[f"TOKENMILL_{name.upper()}"] = str(value)
+    return found
+
+
+class Seat:
+    """A place for one worker: ``tokenmill worker``, which starts it again when it dies, or (not ``supervised``)
+    the bare worker process, which stays dead until ``start``."""
+
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], *, supervised: bool, variables: Mapping[str, str] = {}
+    ) -> None:
+        self.name = name
+        self.supervised = supervised
+        self._settings = dict(settings) | {"worker_name": name}
+        self._variables = {"PYTHONPATH": ROOT, **variables}
+        self.processes: list[WorkerProcess] = []
+
+    @property
+    def current(self) -> WorkerProcess:
+        return self.processes[-1]
+
+    @property
+    def log(self) -> str:
+        return "\n".join(process.log for process in self.processes)
+
+    def start(self) -> WorkerProcess:
+        """Start a (further) process in this seat."""
+        if self.supervised:
+            command = [sys.executable, "-m", "workers.cli", "worker"]
+            process = WorkerProcess(command, environment=environment(self._settings) | self._variables)
+        else:
+            command = [sys.executable, "-m", "workers.process"]
+            process = WorkerProcess(command, load_settings(**self._settings), self._variables)
+        self.processes.append(process)
+        return process
+
+    def pid(self) -> int | None:
+        """The process that works, when there is one at this moment."""
+        if not self.processes or self.current.process.poll() is not None:
+            return None
+        return self.worker_pid(self.current)
+
+    def worker_pid(self, process: WorkerProcess) -> int | None:
+        """The worker behind this process, which may be its supervisor."""
+        pid = process.process.pid
+        if not self.supervised:
+            return pid
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return None
+        return int(children[0]) if children else None
+
+    def signal(self, number: int) -> int | None:
+        """Send a signal to the process that works; returns its id."""
+        pid = self.pid()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pid
+
+    def kill(self) -> int | None:
+        """SIGKILL to the worker; a bare one is waited for."""
+        pid = self.signal(signal.SIGKILL)
+        if not self.supervised and pid is not None:
+            self.current.process.wait(10)
+        return pid
+
+    def replace(self) -> None:
+        """A rolling restart: a warm shutdown of what runs, beside which its successor starts."""
+        old = self.current
+        self.start()
+        if old.process.poll() is None:
+            old.signal(signal.SIGTERM)
+
+    def stop(self, timeout_s: float = 60) -> list[int]:
+        """Warm shutdown of everything in the seat; the exit codes."""
+        for process in self.processes:
+            if process.process.poll() is None:
+                process.signal(signal.SIGTERM)
+        end = time.monotonic() + timeout_s
+        return [process.wait(max(1.0, end - time.monotonic())) for process in self.processes]
+
+    def destroy(self) -> None:
+        """Kill what is left, worker first: a supervisor would start it again."""
+        for process in self.processes:
+            if process.process.poll() is None:
+                worker = self.worker_pid(process) if self.supervised else None
+                process.process.kill()
+                if worker is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker, signal.SIGKILL)
+                process.process.wait(10)

@@ -1,0 +1,225 @@
+"""The harness itself: it must see what is wrong before its silence means anything."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import insert, text, update
+
+from models_db.base import utcnow
+from models_db.migrate import upgrade
+from models_db.session import make_engine
+from models_db.tables import Job, JobState
+from tests.chaos import witness
+from tests.chaos.clocks import NoClockShiftError, shifted
+from tests.chaos.jobs import CANCELLABLE, Expected, echo
+from tests.chaos.plan import FAULTS, make_plan
+from tests.chaos.proxy import Proxy
+from tests.chaos.recovery import Fault, Kill, Timeline
+from tests.chaos.verdict import Verdict, add_figures, line
+from tests.chaos.witness import Change
+from tests.fleet.conftest import KINDS
+from tests.servers import Kind, ServerUnavailableError, fresh_database_url, skip_or_fail
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_witness_sees_a_second_end_on_each_database(kind: Kind, tmp_path: Path) -> None:
+    try:
+        with fresh_database_url(kind, tmp_path) as url:
+            _second_end(url)
+    except ServerUnavailableError as exc:
+        skip_or_fail(exc)
+
+
+def _second_end(url: str) -> None:
+    upgrade(url)
+    engine = make_engine(url)
+    witness.install(engine)
+    row = {
+        "model": "echo",
+        "queue": "q",
+        "priority": 3,
+        "state": JobState.QUEUED,
+        "attempt": 0,
+        "cancel_requested": False,
+        "created_at": utcnow(),
+        "params": {},
+        "prompt": {},
+    }
+    before = time.time()
+    with engine.begin() as conn:
+        conn.execute(insert(Job), [row | {"id": "good"}, row | {"id": "bad"}])
+    for job_id in ("good", "bad"):
+        with engine.begin() as conn:
+            conn.execute(update(Job).where(Job.id == job_id).values(priority=6))  # of no interest
+            conn.execute(
+                update(Job).where(Job.id == job_id).values(state=JobState.CANCELLED, finished_at=utcnow())
+            )
+    with engine.begin() as conn:
+        conn.execute(update(Job).where(Job.id == "bad").values(state=JobState.FAILED))
+    with engine.connect() as conn:
+        seen = witness.changes(conn, "job")
+        assert conn.scalar(text("SELECT count(*) FROM chaos_change")) == 5
+    engine.dispose()
+    assert [(change.id, change.before, change.after) for change in seen if change.id == "bad"] == [
+        ("bad", None, "queued"),
+        ("bad", "queued", "cancelled"),
+        ("bad", "cancelled", "failed"),
+    ]
+    assert witness.twice_ended(seen, []) == {"bad": ["cancelled to failed"]}
+    assert before - 5 < seen[0].at < time.time() + 5
+
+
+def test_a_result_that_is_written_twice_is_found() -> None:
+    written = Change(1, 0.0, "result", "a", None, "written", None)
+    assert witness.twice_ended([], [written]) == {}
+    assert witness.twice_ended([], [written, Change(2, 0.0, "result", "a", "written", "written", None)]) == {
+        "a": ["result written again"]
+    }
+
+
+def test_a_plan_is_a_function_of_its_seed() -> None:
+    plan = make_plan(7, 600, 4000)
+    assert plan == make_plan(7, 600, 4000)
+    assert plan.steps != make_plan(8, 600, 4000).steps
+    assert {step.kind for step in plan.steps} == set(FAULTS), "a long run does everything"
+    assert sum(len(arrival.requests) for arrival in plan.arrivals) == 4000
+    assert all(step.at + step.lasts < 600 for step in plan.steps)
+    short = make_plan(1, 30, 200)
+    assert short.steps[0].kind == "kill_one"
+    assert {step.kind for step in make_plan(3, 60, 1, ["garbage", "revokes"]).steps} == {"garbage", "revokes"}
+
+
+def test_recovery_is_measured_and_disturbances_are_told() -> None:
+    def job(at: float, after: str, owner: str) -> Change:
+        return Change(0, at, "job", "j", "queued", after, owner)
+
+    workers = [Change(0, 1.0, "worker", "victim", "starting", "online", "victim")]
+    other = [*workers, Change(0, 2.0, "worker", "other", "starting", "online", "other")]
+    late = [*workers, Change(0, 14.0, "worker", "other", "starting", "online", "other")]
+    jobs = [job(5, "running", "victim"), job(18, "running", "other"), job(19, "running", "other")]
+    timeline = Timeline(kills=[Kill(10.0, frozenset({"victim"}), frozenset({"j"}))])
+    assert [(one.seconds, one.disturbed) for one in timeline.recoveries(jobs, other)] == [(8.0, False)]
+    assert timeline.recoveries(jobs, late)[0].seconds == 4.0, "not before there was anybody to recover"
+    assert timeline.recoveries(jobs[:1], other) == []
+    timeline.faults.append(Fault("freeze", 12.0, 13.0))
+    assert timeline.recoveries(jobs, other)[0].disturbed
+    timeline.faults[:] = [Fault("freeze", 1.0, 2.0), Fault("freeze", 20.0, 30.0)]
+    assert not timeline.recoveries(jobs, other)[0].disturbed
+
+
+def test_the_line_adds_runs_up_and_a_wrong_answer_fails() -> None:
+    good, bad = Verdict(jobs=3, duplicates=2), Verdict(jobs=1, lost={"x": "is queued"}, unacked=1)
+    assert good.ok
+    total = add_figures([good.figures() | {"recovery_max_s": 7.26}, bad.figures(), good.figures()])
+    assert line(total) == "chaos: jobs=7 lost=1 double=0 duplicates=4 unacked=1 recovery_max_s=7.3"
+    assert line(good.figures()).endswith("recovery_max_s=none")
+    for wrong in (
+        bad,
+        Verdict(double={"x": []}),
+        Verdict(wrong={"x": ""}),
+        Verdict(busy=["w"]),
+        Verdict(unacked=1),
+    ):
+        with pytest.raises(AssertionError):
+            wrong.assert_ok()
+    assert echo("a b", 3) == "a b a"
+    assert Expected("a b a").complaint("succeeded", "a b a") is None
+    assert Expected("a b a").complaint("succeeded", "a b") is not None
+    assert Expected("a b a").complaint("cancelled", "a b") is not None
+    assert Expected("a b a", CANCELLABLE).complaint("cancelled", "a b") is None
+    assert Expected("a b a", CANCELLABLE).complaint("cancelled", "b") is not None
+
+
+def test_the_proxy_forwards_holds_freezes_cuts_and_refuses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as upper:
+
+        def shout() -> None:
+            while True:
+                try:
+                    end, _ = upper.accept()
+                except OSError:
+                    return
+                threading.Thread(target=answer, args=(end,), daemon=True).start()
+
+        def answer(end: socket.socket) -> None:
+            with end:
+                try:
+                    while data := end.recv(1000):
+                        end.sendall(data.upper())
+                except OSError:
+                    return
+
+        threading.Thread(target=shout, daemon=True).start()
+        proxy = Proxy(upper.getsockname()[1])
+
+        def connect() -> socket.socket:
+            return socket.create_connection(("127.0.0.1", proxy.port), 5)
+
+        with connect() as one, connect() as two:
+            one.settimeout(0.2)
+            one.sendall(b"hello" * 20_000)
+            got = b""
+            while len(got) < 100_000:
+                got += one.recv(1 << 16)
+            assert got == b"HELLO" * 20_000
+            held = proxy.hold(b"secret")
+            one.sendall(b"a secret")
+            assert held.wait(5)
+            two.sendall(b"open")
+            assert two.recv(100) == b"OPEN"
+            with pytest.raises(TimeoutError):
+                one.recv(100)
+            proxy.release()
+            assert one.recv(100) == b"A SECRET"
+            proxy.freeze()
+            one.sendall(b"later")
+            with pytest.raises(TimeoutError):
+                one.recv(100)
+            proxy.forward()
+            assert one.recv(100) == b"LATER"
+            assert proxy.cut() == 2
+            with pytest.raises(ConnectionResetError):
+                one.recv(100)
+        proxy.refuse()
+        with connect() as refused:
+            assert _hears_nothing(refused)
+        proxy.forward()
+        with connect() as again:
+            again.sendall(b"back")
+            assert again.recv(100) == b"BACK"
+        proxy.close()
+
+
+def _hears_nothing(end: socket.socket) -> bool:
+    """Whether the other side closes the connection without a word."""
+    try:
+        end.sendall(b"x")
+        return end.recv(100) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_shifted_wall_clock_leaves_the_monotonic_one(tmp_path: Path) -> None:
+    try:
+        variables = shifted(-3600, tmp_path)
+    except NoClockShiftError as exc:
+        pytest.skip(f"NOT TESTED: WRONG WALL CLOCKS: {exc}")
+    code = "import time, datetime as d; print(time.time(), time.monotonic(), d.datetime.now().timestamp())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    wall, monotonic, dated = map(float, done.stdout.split())
+    assert abs(wall - (time.time() - 3600)) < 60
+    assert abs(dated - wall) < 5
+    assert abs(monotonic - time.monotonic()) < 60

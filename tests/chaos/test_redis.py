@@ -1,0 +1,101 @@
+"""Redis that is killed, emptied and cut off."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from models_db.tables import JobState
+from tests.chaos.conftest import MakeWorld
+from tests.chaos.seats import Seat
+from tests.chaos.world import World
+from tests.fleet.fleet import wait_until
+
+pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
+
+PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
+
+
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("keep", [True, False], ids=["with its file", "without its file"])
+def test_redis_is_killed_and_comes_back(make_world: MakeWorld, keep: bool) -> None:
+    world = make_world(engine=PACED, persistent=True)
+    world.workers(2)
+    world.submit_words(100, 20)
+    world.wait_some(JobState.SUCCEEDED)
+    for _ in range(2):
+        world.redis.kill(keep=keep)
+        away = world.submit_words(3, 5)  # accepted all the same
+        time.sleep(1)  # an outage has a length
+        world.redis.start()
+        more = world.submit_words(10, 20)
+    wait_until(
+        lambda: all(world.states()[job_id].terminal for job_id in [*away, *more]), 60, "the later jobs"
+    )
+    world.finish(120).assert_ok()
+
+
+@pytest.mark.chaos_long
+def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    world.workers(2)
+    world.submit_words(60, 40)
+    world.wait_some(JobState.RUNNING, 8)
+    for number in range(20):
+        if number % 2:
+            world.redis_proxy.cut()  # as a network does
+        else:
+            world.redis.cut()  # as the server does
+        time.sleep(0.1)
+    verdict = world.finish(90).assert_ok()
+    assert verdict.exit_codes == [0, 0]
+    assert verdict.attempts == {"succeeded": 60}, "nothing was run again"
+
+
+def lose_a_message(world: World, how: int) -> tuple[Seat, Seat, str]:
+    """Stop a worker between the pop of a message and its note in ``unacked``; the message is nowhere then."""
+    victim, other = world.seat(), world.seat(start=False)
+    victim.current.ready()
+    held = world.redis_proxy.hold(b"HSET")  # nothing else is kept in a hash
+    (job_id,) = world.submit_words(1, 10)
+    assert held.wait(15), "the worker has popped the message and is about to note it"
+    victim.signal(how)
+    assert world.redis.queued(world.queue) == world.redis.unacked() == 0
+    assert world.state(job_id) is JobState.QUEUED
+    return victim, other, job_id
+
+
+def test_a_message_lost_before_it_was_noted_is_published_again(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    _, other, job_id = lose_a_message(world, signal.SIGKILL)
+    world.redis_proxy.release()
+    world.redis_proxy.cut()
+    other.start()
+    world.wait_state(job_id, JobState.SUCCEEDED, 40)
+    assert world.finish().assert_ok().attempts == {"succeeded": 1}
+
+
+@pytest.mark.chaos_long
+def test_a_worker_frozen_before_it_noted_a_message_wakes_too_late(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    frozen, other, job_id = lose_a_message(world, signal.SIGSTOP)
+    other.start()
+    world.redis_proxy.release()
+    world.wait_state(job_id, JobState.SUCCEEDED, 40)
+    frozen.signal(signal.SIGCONT)
+    verdict = world.finish().assert_ok()
+    assert verdict.attempts == {"succeeded": 1}
+
+
+def test_accepted_jobs_that_redis_never_saw_run(make_world: MakeWorld) -> None:
+    """Two sweepers find the same rows, and each job runs once."""
+    world = make_world(engine={"max_num_seqs": 8})
+    seats = [world.seat(), world.seat()]
+    world.insert_only([{"prompt": f"unseen {n} by redis", "max_tokens": 4} for n in range(200)])
+    for seat in seats:
+        seat.current.ready()
+    verdict = world.finish(60).assert_ok()
+    assert verdict.attempts == {"succeeded": 200}
+    assert verdict.duplicates == 0

@@ -1,0 +1,414 @@
+"""One fleet with servers of its own, jobs that have one right answer, and faults that are noted with their times."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+from celery.result import AsyncResult
+from kombu import pools
+from sqlalchemy import ColumnElement, Connection, Engine, make_url, select
+from sqlalchemy.exc import DBAPIError
+
+from models_db import jobs as job_rows
+from models_db.errors import DatabaseError
+from models_db.migrate import upgrade
+from models_db.session import make_engine, reading
+from models_db.tables import Attempt, EngineSample, Job, JobState, Result, Worker, WorkerState
+from tests.chaos import witness
+from tests.chaos.jobs import Expected, expected
+from tests.chaos.proxy import Proxy
+from tests.chaos.recovery import Fault, Kill, Timeline
+from tests.chaos.seats import Seat
+from tests.chaos.services import ChaosRedis, database
+from tests.chaos.verdict import Verdict, write_figures
+from tests.fleet.fleet import wait_until
+from tests.servers import Kind, Server
+from workers.app import TokenmillApp, make_app
+from workers.client import Client
+from workers.client.sync import Submission
+from workers.payload import GeneratePayload, publish, queue_for, wire
+from workers.settings import load_settings
+
+T = TypeVar("T")
+MODEL = "echo"
+FIGURES_VARIABLE = "CHAOS_FIGURES"  # a file that gathers the numbers of many tests
+_LEASE_SETTINGS = {"heartbeat_interval_s", "dead_after_s", "visibility_timeout_s", "lease_interval_s"}
+
+
+@dataclass
+class World:
+    """See the module; made by ``world``. Leases and heartbeats are those of production unless a test says so."""
+
+    folder: Path
+    redis: ChaosRedis
+    database_url: str
+    server: Server | None
+    settings: dict[str, Any]
+    engine: Engine
+    client: Client
+    app: TokenmillApp
+    redis_proxy: Proxy
+    database_proxy: Proxy | None
+    model: str
+    queue: str
+    seats: list[Seat] = field(default_factory=list)
+    expected: dict[str, Expected] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
+    _keys: Iterator[int] = field(default_factory=itertools.count)
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    def seat(
+        self,
+        *,
+        supervised: bool = False,
+        start: bool = True,
+        variables: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Seat:
+        """A further seat, its worker started but not waited for; see ``ready``."""
+        made = Seat(
+            f"seat{len(self.seats)}",
+            self.settings | settings,
+            supervised=supervised,
+            variables=variables or {},
+        )
+        self.seats.append(made)
+        if start:
+            made.start()
+        return made
+
+    def workers(self, count: int, **options: Any) -> list[Seat]:
+        """Several seats, with their workers ready."""
+        made = [self.seat(**options) for _ in range(count)]
+        for seat in made:
+            seat.current.ready()
+        return made
+
+    def kill(self, *seats: Seat) -> Kill:
+        """SIGKILL these workers at once, and note what they held."""
+        pids = [pid for seat in seats if (pid := seat.pid()) is not None]
+        with contextlib.suppress(DatabaseError, DBAPIError):
+            held, incarnations = self._held(pids)
+            at = time.time()
+            for seat in seats:
+                seat.kill()
+            return self.timeline.killed(Kill(at, frozenset(incarnations), frozenset(held)))
+        at = time.time()  # the database is away: what they held nobody knows
+        for seat in seats:
+            seat.kill()
+        return self.timeline.killed(Kill(at, frozenset(), frozenset()))
+
+    def _held(self, pids: Sequence[int]) -> tuple[list[str], list[str]]:
+        with reading(self.engine) as conn:
+            alive = (WorkerState.STARTING, WorkerState.ONLINE, WorkerState.DRAINING)
+            query = select(Worker.id).where(Worker.pid.in_(pids), Worker.state.in_(alive))
+            incarnations = list(conn.scalars(query))
+            return list(conn.scalars(select(Job.id).where(Job.owner.in_(incarnations)))), incarnations
+
+    @contextlib.contextmanager
+    def fault(self, kind: str) -> Iterator[None]:
+        """Note that something is out of order for as long as the block lasts."""
+        begun = time.time()
+        try:
+            yield
+        finally:
+            self.timeline.faults.append(Fault(kind, begun, time.time()))
+
+    # ------------------------------------------------------------------------------------------------ jobs in
+
+    def submit(
+        self, requests: Sequence[Mapping[str, Any]], *, states: frozenset[str] | None = None
+    ) -> list[str]:
+        """Accept these jobs as a client does, however often the database has to be asked; their ids."""
+        payloads = [GeneratePayload.parse({"model": self.model} | dict(request)) for request in requests]
+        # A key each: a commit whose answer was lost must not become a second job.
+        submissions = [
+            Submission(payload, idempotency_key=f"{os.getpid()}-{next(self._keys)}") for payload in payloads
+        ]
+        handles = self.persist(lambda: self.client.submit_payloads(submissions))
+        for handle, fields in zip(handles, requests, strict=True):
+            wanted = expected(fields) if self.model == MODEL else Expected(None)
+            wanted.states = states or wanted.states
+            self.expected[handle.id] = wanted
+        return [handle.id for handle in handles]
+
+    def submit_words(self, count: int, tokens: int, **fields: Any) -> list[str]:
+        """Jobs of one length, each with words of its own."""
+        start = len(self.expected)
+        return self.submit(
+            [{"prompt": f"job{start + n} says this", "max_tokens": tokens} | fields for n in range(count)]
+        )
+
+    def insert_only(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Accepted jobs whose publication Redis never saw, as when it was away."""
+        broker = self.client._broker
+        self.client._broker = _Nobody()  # type: ignore[assignment]
+        try:
+            return self.submit(requests)
+        finally:
+            self.client._broker = broker
+
+    def publish_again(self, ids: Sequence[str]) -> None:
+        """A further delivery of each of these jobs."""
+        with reading(self.engine) as conn:
+            stored = job_rows.stored_messages(conn, ids)
+        publish(self.redis.client.pipeline(), [entry.message for entry in stored.values() if entry.message])
+
+    def push(self, data: bytes, priority_key: str | None = None) -> None:
+        """Put raw bytes into the queue."""
+        self.redis.client.lpush(priority_key or self.queue, data)
+
+    def push_message(self, message: Mapping[str, Any]) -> None:
+        """Put a message into the queue that its ``delivery_info`` names."""
+        key, data = wire(message)
+        self.redis.client.lpush(key, data)
+
+    def persist(self, work: Callable[[], T], timeout_s: float = 180) -> T:
+        """Do it again until the servers let us: they may be away on purpose."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                return work()
+            except (DatabaseError, DBAPIError, redis.RedisError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    # ----------------------------------------------------------------------------------------------- jobs out
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Read from the database, waiting for it where it is away."""
+
+        def attempt() -> T:
+            with reading(self.engine) as conn:
+                return work(conn)
+
+        return self.persist(attempt)
+
+    def states(self) -> dict[str, JobState]:
+        """The state of every job there is."""
+        return self.read(
+            lambda conn: {row.id: JobState(row.state) for row in conn.execute(select(Job.id, Job.state))}
+        )
+
+    def state(self, job_id: str) -> JobState | None:
+        return self.states().get(job_id)
+
+    def wait_state(self, job_id: str, state: JobState, timeout_s: float = 30) -> None:
+        wait_until(lambda: self.state(job_id) is state, timeout_s, f"{job_id} to be {state}")
+
+    def wait_running(self, ids: Iterable[str], timeout_s: float = 30) -> None:
+        """Wait until all of these run."""
+        wanted = list(ids)
+
+        def running() -> bool:
+            states = self.states()
+            return all(states.get(job_id) is JobState.RUNNING for job_id in wanted)
+
+        wait_until(running, timeout_s, f"{len(wanted)} jobs to run")
+
+    def wait_some(self, state: JobState, count: int = 1, timeout_s: float = 30) -> None:
+        """Wait until this many jobs are in the state."""
+        wait_until(
+            lambda: list(self.states().values()).count(state) >= count, timeout_s, f"{count} {state} jobs"
+        )
+
+    def seat_of(self, job_id: str) -> Seat:
+        """Where the job runs."""
+        return wait_until(lambda: self._seat_with(Job.id == job_id), 30, f"{job_id} to run")
+
+    def busy_seat(self) -> Seat:
+        """A seat that runs some job."""
+        return wait_until(lambda: self._seat_with(Job.owner.is_not(None)), 30, "a job to run")
+
+    def _seat_with(self, condition: ColumnElement[bool]) -> Seat | None:
+        query = select(Worker.pid).join(Job, Job.owner == Worker.id).where(condition).limit(1)
+        pid = self.read(lambda conn: conn.scalar(query))
+        return next((seat for seat in self.seats if pid is not None and seat.pid() == pid), None)
+
+    def texts(self, ids: Sequence[str]) -> list[str]:
+        """What these jobs have said, in their order."""
+        query = select(Result.job_id, Result.text).where(Result.job_id.in_(ids))
+        found = self.read(lambda conn: {row.job_id: row.text for row in conn.execute(query)})
+        return [found[job_id] for job_id in ids]
+
+    def attempts(self, job_id: str) -> list[str]:
+        """The outcomes of the job's attempts, in order; an open one is ``open``."""
+        query = select(Attempt.outcome).where(Attempt.job_id == job_id).order_by(Attempt.number)
+        return self.read(lambda conn: [str(outcome or "open") for outcome in conn.scalars(query)])
+
+    # ------------------------------------------------------------------------------------------------ verdict
+
+    def finish(self, timeout_s: float = 60, *, left_in_queue: int = 0, stop: bool = True) -> Verdict:
+        """Wait for every job to end and for Redis to be empty, stop the workers warmly, then judge.
+
+        ``left_in_queue`` is how many messages may stay, such as those for a newer version.
+        """
+        verdict = Verdict()
+        self._wait_ended(timeout_s)
+        self._wait_drained(left_in_queue)
+        self._wait_idle(verdict)
+        if stop:
+            for seat in self.seats:
+                verdict.exit_codes += seat.stop()
+        verdict.unacked = self.redis.unacked() + max(0, self.redis.queued(self.queue) - left_in_queue)
+        self.read(lambda conn: self._judge(conn, verdict))
+        for seat in self.seats:
+            verdict.note_log(seat.name, seat.log)
+        if self.settings.keys() & _LEASE_SETTINGS:
+            verdict.recoveries = []  # not what production would take
+        if path := os.environ.get(FIGURES_VARIABLE):
+            write_figures(Path(path), verdict.figures())
+        return verdict
+
+    def _judge(self, conn: Connection, verdict: Verdict) -> None:
+        rows = {
+            row.id: row for row in conn.execute(select(Job.id, Job.state, Job.error_type, Job.error_message))
+        }
+        texts = {row.job_id: row.text for row in conn.execute(select(Result.job_id, Result.text))}
+        verdict.jobs = len(rows.keys() | self.expected.keys())
+        for job_id in self.expected.keys() - rows.keys():
+            verdict.lost[job_id] = "has no row"
+        for job_id, row in rows.items():
+            if not JobState(row.state).terminal:
+                verdict.lost[job_id] = f"is {row.state} with attempts {self.attempts(job_id)}"
+            elif complaint := self._complaint(job_id, row, texts.get(job_id)):
+                verdict.wrong[job_id] = complaint
+        job_changes = witness.changes(conn, "job")
+        verdict.double = witness.twice_ended(job_changes, witness.changes(conn, "result"))
+        ended = {change.id for change in job_changes if change.after in witness.TERMINAL}
+        if unseen := {job_id for job_id, row in rows.items() if JobState(row.state).terminal} - ended:
+            verdict.wrong |= dict.fromkeys(unseen, "ended without the witness")
+        counts: dict[tuple[str, str], int] = {}
+        for job_id, outcome in conn.execute(select(Attempt.job_id, Attempt.outcome)):
+            counts[job_id, str(outcome or "open")] = counts.get((job_id, str(outcome or "open")), 0) + 1
+        for (job_id, outcome), count in counts.items():
+            if outcome in ("succeeded", "open") and count > (outcome == "succeeded"):
+                verdict.wrong.setdefault(job_id, f"has {count} {outcome} attempts")
+            verdict.attempts[outcome] = verdict.attempts.get(outcome, 0) + count
+        verdict.recoveries = self.timeline.recoveries(job_changes, witness.changes(conn, "worker"))
+
+    def _complaint(self, job_id: str, row: Any, text: str | None) -> str | None:
+        wanted = self.expected.get(job_id)
+        if wanted is None:
+            return f"was never submitted ({row.state}: {row.error_type})"
+        found = wanted.complaint(str(row.state), text)
+        return found and f"{found} ({row.error_type}: {row.error_message}, attempts {self.attempts(job_id)})"
+
+    def _wait_ended(self, timeout_s: float) -> None:
+        def ended() -> bool:
+            states = self.states()
+            return self.expected.keys() <= states.keys() and all(state.terminal for state in states.values())
+
+        with contextlib.suppress(AssertionError):  # the verdict says which have not
+            wait_until(ended, timeout_s, "every job to end")
+
+    def _wait_drained(self, left_in_queue: int) -> None:
+        def drained() -> bool:
+            return self.redis.unacked() == 0 and self.redis.queued(self.queue) <= left_in_queue
+
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: self.persist(drained), 15, "everything acknowledged")
+
+    def _wait_idle(self, verdict: Verdict) -> None:
+        """Wait until each worker that is online says that it runs nothing and that all blocks are free."""
+
+        def busy(conn: Connection) -> list[str]:
+            found = []
+            for worker in conn.scalars(select(Worker.id).where(Worker.state == WorkerState.ONLINE)):
+                columns = (EngineSample.running, EngineSample.waiting, EngineSample.kv_used_fraction)
+                query = select(*columns).where(EngineSample.worker_id == worker)
+                last = conn.execute(query.order_by(EngineSample.sampled_at.desc()).limit(1)).one_or_none()
+                if last is not None and any(last):
+                    found.append(f"{worker}: running {last[0]}, waiting {last[1]}, blocks used {last[2]:g}")
+            return found
+
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.read(busy), 15, "idle workers")
+        verdict.busy = self.read(busy)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for seat in self.seats:
+            seat.destroy()
+            (self.folder / f"{seat.name}.log").write_text(seat.log)
+        self.redis_proxy.close()
+        if self.database_proxy is not None:
+            self.database_proxy.close()
+        self.client.close()
+        self.engine.dispose()
+        for thing in gc.get_objects():  # a result that outlives this Redis would try to reach it
+            if isinstance(thing, AsyncResult) and thing.app is self.app:
+                thing.backend = None
+        self.app.close()
+        pools.reset()
+
+
+class _Nobody:
+    """A broker that takes nothing and says nothing."""
+
+    def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Lose them."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@contextlib.contextmanager
+def world(
+    folder: Path, kind: Kind = "postgresql", *, persistent: bool = False, **settings: Any
+) -> Iterator[World]:
+    """A world of its own; workers reach Redis and the database through proxies, the harness reaches them directly."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("workers.client.sync").setLevel(logging.ERROR)  # says each time that Redis is away
+    server_redis = ChaosRedis(folder, persistent=persistent)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server_redis.stop)
+        server_redis.start()
+        url, server = stack.enter_context(database(kind, folder))
+        upgrade(url)
+        engine = make_engine(url)
+        witness.install(engine)
+        redis_proxy = Proxy(server_redis.port)
+        database_proxy = None
+        workers_url = url
+        if kind == "postgresql":
+            target = make_url(url)
+            assert target.port is not None
+            database_proxy = Proxy(target.port)
+            workers_url = target.set(port=database_proxy.port).render_as_string(hide_password=False)
+        theirs = {
+            "broker_url": f"redis://127.0.0.1:{redis_proxy.port}/0",
+            "database_url": workers_url,
+            "backend": "echo",
+            "model": MODEL,
+            "sample_interval_s": 1.0,
+        } | settings
+        ours = load_settings(**(theirs | {"broker_url": server_redis.url, "database_url": url}))
+        made = World(
+            folder=folder,
+            redis=server_redis,
+            database_url=url,
+            server=server,
+            settings=theirs,
+            engine=engine,
+            client=Client(ours),
+            app=make_app(ours),
+            redis_proxy=redis_proxy,
+            database_proxy=database_proxy,
+            model=ours.model,
+            queue=queue_for(ours.model),
+        )
+        stack.callback(made.close)
+        yield made
