@@ -296,9 +296,13 @@ def options_from(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run from the command line; 1 if a part failed."""
+    """Run from the command line; 1 if a part failed, 2 where there is nothing to measure."""
     began = time.monotonic() - _process_age_s()
     options = options_from(arguments)
+    gpu = _gpu_name()
+    if gpu is None and not options.tiny:
+        print("PyTorch sees no CUDA device here. --tiny runs a toy model on the CPU instead", file=sys.stderr)
+        return 2
     given = sys.argv[1:] if arguments is None else arguments
     out = options.out.open("w", encoding="utf-8") if options.out else None
 
@@ -309,7 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
         if out:
             out.flush()
 
-    facts = environment(("torch", "triton", "transformers")) | {"gpu": _gpu_name()}
+    facts = environment(("torch", "triton", "transformers")) | {"gpu": gpu or "none"}
     command = shlex.join(["python", "-m", "benchmarks.gpu", *given])
     say(f"$ {command}")
     say(", ".join(f"{key} {value}" for key, value in facts.items()))
@@ -339,10 +343,10 @@ def _kernel_times(engine: Any) -> str:
     )
 
 
-def _gpu_name() -> str:
+def _gpu_name() -> str | None:
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _process_age_s() -> float:

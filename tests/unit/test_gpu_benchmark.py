@@ -136,6 +136,14 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert "error" in capsys.readouterr().err
 
 
+def test_a_machine_without_a_gpu_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "--tiny" in capsys.readouterr().err
+
+
 def test_the_peer_is_given_up_in_time(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="not done after 0 s"):
         gpu_peer.measure(tmp_path, [uniform(2, 3)], device="cpu", timeout_s=0.01)
