@@ -26,6 +26,7 @@ from models_db.rollups import advance
 from models_db.tables import Job, WorkerState
 from models_db.workers import NewSample, NewWorker, WorkerDetails, live_workers, set_worker_state
 from models_db.writer import DatabaseThread
+from workers.metrics import MetricsServer
 from workers.settings import Settings
 
 logger = get_logger(__name__)
@@ -118,6 +119,7 @@ class Incarnation:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: Sampler | None = None
+        self._metrics: MetricsServer | None = None
         self._rolling: Future[bool] | None = None
         self._behind = False
 
@@ -132,12 +134,26 @@ class Incarnation:
         self._thread.start()
 
     def online(self, backend: Backend) -> None:
-        """The backend is loaded: say what it is, and sample it from now on."""
+        """The backend is loaded: say what it is, and sample it from now on.
+
+        Raises:
+            ConfigurationError: metrics are asked for and cannot be served.
+        """
         info = backend.info()
         details = WorkerDetails(info.device, info.dtype, info.slots, dict(info.details))
         self._set_state(WorkerState.ONLINE, details)
         self._sampler = Sampler(self.id, self._clock(), backend.stats())
         self._backend = backend
+        if self._settings.metrics_port is not None and self._db is not None:
+            db = self._db
+            self._metrics = MetricsServer(
+                self._settings.metrics_host,
+                self._settings.metrics_port,
+                worker=self._settings.worker_name,
+                info=info,
+                stats=backend.stats,
+                database=lambda: (db.healthy, db.pending),
+            )
 
     def draining(self) -> None:
         """A shutdown has begun."""
@@ -148,6 +164,8 @@ class Incarnation:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        if self._metrics is not None:
+            self._metrics.close()
         self._sample()
         self._roll_up(with_present=True)
         self._set_state(WorkerState.STOPPED)

@@ -156,6 +156,15 @@ class Settings(BaseSettings):
         6.0, gt=0, le=3600, description="a worker whose heartbeat has not moved for so long counts as dead"
     )
     sample_interval_s: float = Field(5.0, gt=0, le=3600, description="between two rows of engine statistics")
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65_535,
+        description="port for Prometheus, off when unset; with several GPUs the second worker takes the next port",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", min_length=1, description="address that the metrics are served on; anybody there may read them"
+    )
 
     prefetch_headroom: int | None = Field(
         None,

@@ -47,6 +47,7 @@ class _Seat:
     """A place for one worker process, and who sits there now."""
 
     label: str
+    number: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
@@ -76,7 +77,10 @@ class Supervisor:
         self._stops = 0
         self._forwarded = 0
         devices = visible_gpus(environ) if wants_every_gpu(settings) else []
-        self._seats = [_Seat(f"GPU {device}", {"CUDA_VISIBLE_DEVICES": device}) for device in devices]
+        self._seats = [
+            _Seat(f"GPU {device}", number, {"CUDA_VISIBLE_DEVICES": device})
+            for number, device in enumerate(devices)
+        ]
         self._seats = self._seats or [_Seat("worker")]
 
     def stop(self) -> None:
@@ -103,7 +107,7 @@ class Supervisor:
                 seat.finished = True
             elif self._clock() >= seat.start_again_at:
                 seat.started_at = self._clock()
-                seat.process = self._spawn(self._settings, seat.environment)
+                seat.process = self._spawn(self._settings_of(seat), seat.environment)
             return
         code = seat.process.poll()
         if code is None:
@@ -111,6 +115,13 @@ class Supervisor:
         seat.process = None
         seat.exit_code = code if code >= 0 else 128 - code
         self._after_exit(seat, code)
+
+    def _settings_of(self, seat: _Seat) -> Settings:
+        """The settings, with a port for metrics that no other seat has."""
+        port = self._settings.metrics_port
+        if port is None or seat.number == 0:
+            return self._settings
+        return self._settings.model_copy(update={"metrics_port": port + seat.number})
 
     def _after_exit(self, seat: _Seat, code: int) -> None:
         why = describe_exit(code)

@@ -14,9 +14,12 @@ import pytest
 from sqlalchemy import Connection, Engine, func, select, text, update
 
 from models_db.errors import InvalidValueError
+from models_db.fleet_now import look
 from models_db.histogram import BEYOND_MS, BOUNDS_MS, upper_ms
+from models_db.history import history
 from models_db.jobs import request_cancel, retry_failed
 from models_db.migrate import upgrade
+from models_db.queries import throughput
 from models_db.rollup_tables import JobHour, JobMinute, RollupMark, ThroughputHour
 from models_db.rollups import ROLLUPS, advance, close_before, floor_hour, reopen, roll_up, rolled_until
 from models_db.sample_history import END, START, load
@@ -194,3 +197,61 @@ def test_several_at_once_count_everything_once(fleet: Engine) -> None:
 def test_limits_that_are_no_minutes_are_refused(db: Engine) -> None:
     with db.connect() as conn, pytest.raises(ValueError, match="beginnings of minutes"):
         roll_up(conn, at(0), at(60))
+
+
+@pytest.mark.parametrize("by", ["hour", "model"])
+def test_the_history_from_rollups_agrees_with_that_from_jobs(by: Any, sample: Engine) -> None:
+    with sample.connect() as conn:
+        exact = {row.key: row for row in throughput(conn, by)}
+        rolled = {row.key: row for row in history(conn, by)}
+    assert rolled.keys() == exact.keys()
+    for key, row in rolled.items():
+        true = exact[key]
+        for name in (
+            "jobs",
+            "succeeded",
+            "failed",
+            "cancelled",
+            "expired",
+            "prompt_tokens",
+            "completion_tokens",
+        ):
+            assert getattr(row, name) == getattr(true, name), (key, name)
+        for name in ("latency_p50_s", "latency_p95_s", "ttft_p50_s", "ttft_p95_s"):
+            value, limit = getattr(true, name), getattr(row, name)
+            assert (value is None) == (limit is None)
+            assert value is None or value <= limit <= 1.25 * value + 0.001, (key, name)
+        assert row.active_fraction == pytest.approx(true.active_fraction)
+
+
+def test_the_history_by_night_day_tenant_and_queue(sample: Engine) -> None:
+    with sample.connect() as conn:
+        nights = history(conn, "night", model="large")
+        days = history(conn, "day", since=START + timedelta(hours=12), until=END - timedelta(hours=12))
+        tenants = history(conn, "tenant")
+        queues = history(conn, "queue", since=END - timedelta(hours=1))
+        with pytest.raises(InvalidValueError, match="must be one of hour, day"):
+            history(conn, "week")  # type: ignore[arg-type]
+    assert [(row.key, row.completion_tokens) for row in nights] == [
+        ("2026-03-02", 186919),
+        ("2026-03-03", 186919),
+        ("2026-03-04", 190619),
+    ]
+    assert [row.key for row in days] == ["2026-03-03", "2026-03-04"]
+    assert [row.key for row in tenants] == ["reports", "search", "web"]
+    assert [(row.key, row.jobs) for row in queues] == [("tokenmill.large", 5), ("tokenmill.small", 10)]
+
+
+def test_top_sees_workers_queues_and_open_batches(sample: Engine) -> None:
+    with sample.connect() as conn:
+        now = look(conn, END)
+    assert [(each.worker.id, each.running) for each in now.workers] == [
+        ("gpu-1-a", 0),
+        ("gpu-3-b", 1),
+        ("gpu-2-b", 1),
+    ]
+    assert now.running == 2
+    assert [(queue, jobs) for queue, jobs, _ in now.queued] == [("tokenmill.large", 5)]
+    assert [(batch.name, batch.done, batch.total) for batch in now.batches] == [("reports-0305", 5, 12)]
+    assert now.tokens_per_s == pytest.approx(sum(each.tokens_per_s or 0 for each in now.workers))
+    assert now.rolled_until == END

@@ -31,6 +31,7 @@ COMMANDS = [
     ["job", "show"],
     ["cancel"],
     ["stats"],
+    ["top"],
     ["db"],
     ["db", "upgrade"],
     ["db", "downgrade"],

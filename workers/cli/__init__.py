@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import bench, bulk, db, demo, doctor, job, serve, stats, submit, worker
+from workers.cli import bench, bulk, db, demo, doctor, job, serve, stats, submit, top, worker
 from workers.cli.common import EXIT_CODES, CommandGroup
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ app.add_typer(bulk.app, name="bulk")
 serve.add_to(app)
 job.add_to(app)
 stats.add_to(app)
+top.add_to(app)
 app.add_typer(db.app, name="db")
 demo.add_to(app)
 doctor.add_to(app)

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from typing import TYPE_CHECKING, Annotated, Literal
+import sys
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from workers.cli.common import DatabaseOption, JsonOption, console, database, settings_from
+from backend.api import RequestError
+from workers.cli.common import (
+    DatabaseOption,
+    JsonOption,
+    console,
+    database,
+    errors,
+    settings_from,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from sqlalchemy import Connection
 
     from models_db.queries import ThroughputRow
 
-By = Literal["hour", "model", "worker", "batch"]
+By = Literal["hour", "day", "night", "model", "worker", "batch", "tenant", "queue"]
+Source = Literal["auto", "jobs", "rollups"]
+
+TIMES = ("hour", "day", "night")
+MANY_JOBS = 200_000
+_ONLY_JOBS = ("worker", "batch")
+_ONLY_ROLLUPS = ("day", "night", "tenant", "queue")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -23,7 +43,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def stats(
-    by: Annotated[By, typer.Option("--by", help="What a row stands for.")] = "hour",
+    by: Annotated[
+        By, typer.Option("--by", help="What a row stands for; a night goes from noon to noon.")
+    ] = "hour",
     since: Annotated[
         str | None,
         typer.Option("--since", help="Only jobs that ended after: 24h, 7d or a time.", show_default=False),
@@ -34,7 +56,20 @@ def stats(
     model: Annotated[
         str | None, typer.Option("--model", help="Only jobs of this model.", show_default=False)
     ] = None,
+    source: Annotated[
+        Source,
+        typer.Option(
+            "--source",
+            help="Read every job, exact to the last one, or the roll-ups of whole hours, quick over years; "
+            f"auto takes the jobs where there are at most {MANY_JOBS:,}.",
+        ),
+    ] = "auto",
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw it into this .png or .svg file, too.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV for spreadsheets.")] = False,
     database_url: DatabaseOption = None,
 ) -> None:
     """Show jobs, tokens, tokens per second, latency and device activity out of the database.
@@ -43,25 +78,111 @@ def stats(
 
       tokenmill stats
 
+      tokenmill stats --by night --since 30d --plot nights.svg
+
       tokenmill stats --by worker --since 24h
+
+      tokenmill stats --by tenant --since 7d --csv > tenants.csv
 
       tokenmill stats --by model --json | jq '.[] | {key, tokens_per_s}'
 
       tokenmill stats --database-url sqlite:///demo-run/tokenmill.db
     """
-    from models_db.queries import throughput
     from models_db.session import reading
     from workers.cli.db import moment
 
+    if as_json and as_csv:
+        raise RequestError("cannot be both", field="--json, --csv", fix="Leave one of them out")
+    if plot is not None:
+        from workers.cli.plot import check_plot
+
+        check_plot(plot)
     after, before = moment(since, "--since"), moment(until, "--until")
     with database(settings_from(database_url=database_url)) as engine, reading(engine) as connection:
-        rows = throughput(connection, by, since=after, until=before, model=model)
+        chosen = choose_source(connection, by, source, after, before)
+        rows = read(connection, by, chosen, after, before, model)
+        note = "" if chosen == "jobs" else rollup_note(connection)
+    if plot is not None:
+        from workers.cli.plot import draw
+
+        draw(plot, rows, by)
+        errors().print(f"drawn into {plot}")
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows]))
+    elif as_csv:
+        print_csv(rows)
     elif not rows:
         typer.echo("No job has ended in this time.")
     else:
         console().print(stats_table(rows, by))
+        for line in sparklines(rows, by):
+            console().print(line)
+    if note and not as_json and not as_csv:
+        errors().print(note)
+
+
+def choose_source(
+    connection: Connection, by: By, source: Source, since: datetime | None, until: datetime | None
+) -> Source:
+    """Where to read from.
+
+    Raises:
+        RequestError: what was asked for is only in the other place.
+    """
+    from models_db.history import more_than
+    from models_db.rollups import complete_from
+
+    if (source == "rollups" and by in _ONLY_JOBS) or (source == "jobs" and by in _ONLY_ROLLUPS):
+        other = "jobs" if source == "rollups" else "rollups"
+        raise RequestError(f"is only in the {other}", field="--by", value=by, fix=f"Use --source {other}")
+    if source != "auto":
+        return source
+    if by in _ONLY_JOBS or by in _ONLY_ROLLUPS:
+        return "jobs" if by in _ONLY_JOBS else "rollups"
+    pruned = complete_from(connection)
+    if pruned is not None and (since is None or since < pruned):
+        return "rollups"
+    return "rollups" if more_than(connection, MANY_JOBS, since, until) else "jobs"
+
+
+def read(
+    connection: Connection,
+    by: Any,
+    source: Source,
+    since: datetime | None,
+    until: datetime | None,
+    model: str | None,
+) -> list[ThroughputRow]:
+    """The rows from the chosen place."""
+    from models_db.history import history
+    from models_db.queries import throughput
+
+    ask = throughput if source == "jobs" else history
+    return ask(connection, by, since=since, until=until, model=model)
+
+
+def rollup_note(connection: Connection) -> str:
+    """What to know about numbers from the roll-ups."""
+    from models_db.rollups import rolled_until
+
+    mark = rolled_until(connection)
+    if mark is None:
+        return "There are no roll-ups yet. A worker makes them within two minutes, `tokenmill db rollup` at once."
+    behind = (datetime.now(UTC) - mark).total_seconds()
+    late = "" if behind < 300 else ". `tokenmill db rollup` brings them up to date"
+    return (
+        f"From roll-ups of whole hours, complete until {mark:%Y-%m-%d %H:%M} UTC{late}. Percentiles are at most a "
+        "quarter too high."
+    )
+
+
+def print_csv(rows: list[ThroughputRow]) -> None:
+    """A header, then a line for each row; what is missing is empty."""
+    from models_db.queries import ThroughputRow
+
+    writer = csv.DictWriter(sys.stdout, [spec.name for spec in fields(ThroughputRow)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
 
 
 def stats_table(rows: list[ThroughputRow], by: str) -> Table:
@@ -70,7 +191,7 @@ def stats_table(rows: list[ThroughputRow], by: str) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    heading = {"hour": "hour (UTC)"}.get(by, by)
+    heading = f"{by} (UTC)" if by in TIMES else by
     table = Table(heading, box=SIMPLE, pad_edge=False)
     for name in ("jobs", "failed", "prompt tok", "new tok", "tok/s", "p50 s", "p95 s", "ttft p50", "active"):
         table.add_column(name, justify="right")
@@ -88,6 +209,29 @@ def stats_table(rows: list[ThroughputRow], by: str) -> Table:
             "-" if row.active_fraction is None else f"{row.active_fraction:.0%}",
         )
     return table
+
+
+def sparklines(rows: list[ThroughputRow], by: str) -> list[str]:
+    """The course of the main numbers over time, a line each; none where rows are no times."""
+    if by not in TIMES or len(rows) < 2:
+        return []
+    courses: dict[str, list[float | None]] = {
+        "tok/s": [row.tokens_per_s for row in rows],
+        "p95 s": [row.latency_p95_s for row in rows],
+        "active": [row.active_fraction for row in rows],
+    }
+    return [f"{name:>7} {sparkline(values)}" for name, values in courses.items()]
+
+
+def sparkline(values: list[float | None]) -> str:
+    """A bar for each value, from zero to the largest, which is named; a gap where there is none."""
+    bars = "▁▂▃▄▅▆▇█"
+    top = max((value for value in values if value is not None), default=0.0)
+    drawn = "".join(
+        " " if value is None else bars[min(len(bars) - 1, int(value / top * len(bars))) if top else 0]
+        for value in values
+    )
+    return f"{drawn}  up to {top:,.4g}"
 
 
 def number(value: float | None, digits: int) -> str:

@@ -1,0 +1,103 @@
+"""What the fleet does at this moment, from a few small queries: for ``tokenmill top``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import Connection, and_, func, select
+
+from models_db.batches import BatchProgress, batch_progress
+from models_db.rollup_tables import RollupMark
+from models_db.tables import TERMINAL_BATCH_STATES, Batch, EngineSample, Job, JobState
+from models_db.workers import WorkerRecord, live_workers
+
+RECENT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNow:
+    """A live worker with its latest sample, where it has one from the last minute."""
+
+    worker: WorkerRecord
+    running: int
+    waiting: int
+    tokens_per_s: float | None  # over the last minute's samples
+    active: float | None  # share of the same time
+    kv_used: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNow:
+    """One look at the fleet."""
+
+    at: datetime
+    workers: list[WorkerNow]
+    queued: list[tuple[str, int, datetime]]  # queue, jobs, creation of the oldest
+    running: int  # jobs
+    batches: list[BatchProgress]  # that have not ended, newest first
+    rolled_until: datetime | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all workers together."""
+        return sum(worker.tokens_per_s or 0.0 for worker in self.workers)
+
+
+def look(conn: Connection, now: datetime, *, batches: int = 8) -> FleetNow:
+    """What is going on; at most so many batches."""
+    recent = (
+        select(
+            EngineSample.worker_id,
+            func.max(EngineSample.sampled_at).label("last"),
+            func.sum(EngineSample.generated_tokens).label("tokens"),
+            func.sum(EngineSample.interval_s).label("seconds"),
+            func.sum(EngineSample.active_fraction * EngineSample.interval_s).label("active_s"),
+        )
+        .where(EngineSample.sampled_at >= now - RECENT)
+        .group_by(EngineSample.worker_id)
+        .subquery()
+    )
+    latest = select(recent, EngineSample.running, EngineSample.waiting, EngineSample.kv_used_fraction).join(
+        EngineSample,
+        and_(EngineSample.worker_id == recent.c.worker_id, EngineSample.sampled_at == recent.c.last),
+    )
+    samples = {row.worker_id: row for row in conn.execute(latest)}
+    workers = []
+    for worker in live_workers(conn):
+        row = samples.get(worker.id)
+        if row is None:
+            workers.append(WorkerNow(worker, 0, 0, None, None, None))
+        else:
+            seconds = float(row.seconds)
+            workers.append(
+                WorkerNow(
+                    worker,
+                    row.running,
+                    row.waiting,
+                    float(row.tokens) / seconds,
+                    float(row.active_s) / seconds,
+                    row.kv_used_fraction,
+                )
+            )
+    waiting = (
+        select(Job.queue, func.count(), func.min(Job.created_at))
+        .where(Job.state == JobState.QUEUED)
+        .group_by(Job.queue)
+        .order_by(Job.queue)
+    )
+    open_batches = (
+        select(Batch.id)
+        .where(Batch.state.not_in(TERMINAL_BATCH_STATES))
+        .order_by(Batch.created_at.desc(), Batch.id.desc())
+        .limit(batches)
+    )
+    found = [batch_progress(conn, batch_id) for batch_id in conn.scalars(open_batches).all()]
+    return FleetNow(
+        at=now,
+        workers=workers,
+        queued=[(queue, count, oldest) for queue, count, oldest in conn.execute(waiting)],
+        running=conn.scalar(select(func.count()).select_from(Job).where(Job.state == JobState.RUNNING)) or 0,
+        batches=[batch for batch in found if batch is not None],
+        rolled_until=conn.scalar(select(RollupMark.rolled_until)),
+    )
