@@ -44,8 +44,9 @@ from backend.streams import Streams, make_streams
 logger = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 40
-# Largest difference of paged and native logits, as a share of the largest logit. The native softmax, norms and
-# rotary embedding are float32 even in a float64 model.
+_CHECK_DECODE = 6  # of them, computed one at a time
+# Largest difference of a token's paged and native logits, as a share of the largest logit. The native softmax, norms
+# and rotary embedding are float32 even in a float64 model.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -320,6 +321,9 @@ def verify_paged(
 ) -> None:
     """Compare paged logits with the model's own on a few tokens: two prefill chunks and decode steps.
 
+    In 16 bits, half of a part's tokens may differ by more: where the experts of a mixture are nearly tied, rounding
+    sends a token to another one. What is computed wrongly shows in most tokens.
+
     Raises:
         UnsupportedModelError: they differ by more than the dtype explains.
     """
@@ -329,13 +333,21 @@ def verify_paged(
     cache = KVCache(
         layers, num_blocks=blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
     )
-    borders = sorted({0, count // 2, max(1, count - 2), max(1, count - 1), count})
-    paged = []
+    decode_from = count - max(1, min(_CHECK_DECODE, count // 4))
+    borders = sorted({0, decode_from // 2, *range(decode_from, count + 1)})
+    errors = []  # largest one of each token
     for start, end in itertools.pairwise(borders):
-        decode = start > 0 and end - start == 1
-        inputs, shape = _single_row(start, end, block_size, loaded.device, decode=decode)
-        paged.append(forward(ids[start:end].to(torch.int32), inputs, shape, cache))
-    error = (torch.cat(paged) - native).abs().max().item()
+        inputs, shape = _single_row(
+            start, end, block_size, loaded.device, decode=start > 0 and start >= decode_from
+        )
+        logits = forward(ids[start:end].to(torch.int32), inputs, shape, cache)
+        errors.append((logits - native[start:end]).abs().amax(dim=-1))
+    decode_steps = count - decode_from
+    parts = [*errors[:-decode_steps], torch.cat(errors[-decode_steps:])]
+    exact = loaded.dtype in (torch.float32, torch.float64)
+    error = (
+        torch.stack([part.max() if exact else part.median() for part in parts]).max().item()
+    )  # NaN if any is
     scale = native.abs().max().item()
     if not error <= _TOLERANCE[loaded.dtype] * max(scale, 1e-6):
         raise unsupported(

@@ -54,6 +54,11 @@ def decode_config(
     return DecodeConfig(64, splits, 4, 4 if pdl else 3)
 
 
+def padded_head(head_size: int) -> int:
+    """Elements that a head takes in a kernel's tiles: matrix products need powers of two, and 16 at least."""
+    return max(16, int(triton.next_power_of_2(head_size)))
+
+
 class DecodeWorkspace:
     """Partial results of one launch at a time; launches that share one must follow each other on a stream."""
 
@@ -63,7 +68,7 @@ class DecodeWorkspace:
         self.capacity = max_rows * num_heads * max_splits
         self.max_rows = max_rows
         self.num_heads = num_heads
-        self.head_pad = triton.next_power_of_2(head_size)
+        self.head_pad = padded_head(head_size)
         self.sums = torch.empty(self.capacity * self.head_pad, dtype=torch.float32, device=device)
         self.stats = torch.empty(self.capacity * 2, dtype=torch.float32, device=device)
         # Splits of a row and head that have ended; the last one sets it back to zero.
@@ -324,7 +329,7 @@ def paged_decode(
         raise ValueError(
             f"the workspace holds less than {rows} rows of {num_heads} heads x {config.splits} splits"
         )
-    if num_heads > workspace.num_heads or triton.next_power_of_2(head_size) > workspace.head_pad:
+    if num_heads > workspace.num_heads or padded_head(head_size) > workspace.head_pad:
         raise ValueError(f"the workspace is not for {num_heads} heads of size {head_size}")
     if not 1 <= config.splits <= MAX_SPLITS:
         raise ValueError(f"splits is {config.splits}; it must be 1 to {MAX_SPLITS}")
@@ -360,11 +365,11 @@ def paged_decode(
         group=group,
         group_pad=max(16, triton.next_power_of_2(group)),
         head_size=head_size,
-        head_pad=triton.next_power_of_2(head_size),
+        head_pad=padded_head(head_size),
         block_size=block_size,
         tile=config.tile,
         stages=config.stages,
-        line=min(128 // query.element_size(), triton.next_power_of_2(head_size)),
+        line=min(128 // query.element_size(), padded_head(head_size)),
         undivided=config.splits == 1 and window is None,
         has_window=window is not None,
         has_softcap=softcap is not None,

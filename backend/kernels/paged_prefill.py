@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from backend.kernels.paged_decode import padded_head
+
 _MANY_QUERIES = 256  # of a row, from where large tiles pay
 _UNMASKED_PAIRS = 128  # of a tile, from where a loop without masks before the one with them pays
 
@@ -275,7 +277,7 @@ def paged_prefill(
         rows_pad=triton.next_power_of_2(rows),
         group=group,
         head_size=head_size,
-        head_pad=triton.next_power_of_2(head_size),
+        head_pad=padded_head(head_size),
         block_size=block_size,
         pairs=chosen.pairs,
         tile=chosen.tile,

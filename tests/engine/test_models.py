@@ -367,3 +367,37 @@ def test_fused_layers_that_compute_something_else_give_way_to_the_modules(
     monkeypatch.setattr(assembly, "choose_forward", lambda *_arguments: modules)
     with pytest.raises(UnsupportedModelError):
         verified_forward(config, model.loaded, probe_layers(model.loaded), kernel, native + 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_few_tokens_that_go_another_way_are_rounding_in_16_bits_only(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As where the experts of a mixture are nearly tied. What goes wrong in all of a part's tokens is a mistake."""
+    folder = save_tiny_model("llama", tmp_path / "model")
+    loaded = load(folder, dtype=str(dtype).removeprefix("torch."))
+    layers = probe_layers(loaded).layers
+    native = native_logits(loaded).clone()
+    modules = ModuleForward(loaded.model, SdpaKernel())
+
+    def verify(wrong: set[int]) -> None:
+        def forward(tokens: torch.Tensor, inputs: Any, *rest: Any) -> torch.Tensor:
+            logits = modules(tokens, inputs, *rest).clone()
+            here = [i for i, position in enumerate(inputs.positions.tolist()) if position in wrong]
+            logits[here] += 100.0
+            return logits
+
+        verify_paged(loaded, layers, native, forward, 4)
+
+    verify(set())
+    if dtype == torch.bfloat16:
+        verify({3, 20, 39})
+    else:
+        with pytest.raises(UnsupportedModelError, match="differ from its own"):
+            verify({39})
+    for part in (range(17), range(17, 34), range(34, 40)):
+        with pytest.raises(UnsupportedModelError, match="differ from its own"):
+            verify(set(part))
+    native[5, 3] = float("nan")
+    with pytest.raises(UnsupportedModelError, match="differ from its own"):
+        verify(set())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,25 @@ def make_config(model: Path | str, **options: Any) -> EngineConfig:
 def run_engine(
     model: Path | str, prompts: list[list[int]], sampling: list[dict[str, Any]], **options: Any
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Tokens of all requests, submitted at once to an engine, and the engine's details."""
+    """Tokens of all requests, which are there before the first step, and the engine's details."""
     engine = AsyncEngine(make_config(model, **options))
     engine.start()
+    submitted = threading.Event()
+    engine._inbox.put(
+        lambda _core: submitted.wait() and None
+    )  # or the first would be done before the last is there
     try:
         handles = [
             submit(engine, Prompt(token_ids=tuple(prompt)), **params)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
+        submitted.set()
         tokens = [list(handle.result(timeout=120).token_ids) for handle in handles]
         stats = engine.stats()
         assert stats.kv_blocks_free == stats.kv_blocks_total
         return tokens, engine.info().details | {"preemptions": stats.preemptions}
     finally:
+        submitted.set()
         engine.shutdown(drain=True)
 
 
