@@ -101,6 +101,7 @@ class Admission(Generic[R]):
             if row.done:
                 continue
             row.started = now
+            row.handle.started = True
             self.num_waiting -= 1
             self.running.append(row)
             admitted.append(row)

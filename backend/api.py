@@ -348,6 +348,7 @@ class GenerationHandle:
 
     def __init__(self, request: GenerationRequest, on_cancel: Callable[[], None]) -> None:
         self.request = request
+        self.started = False  # set by the backend when it leaves its queue
         self.future: Future[GenerationResult] = Future()
         self._on_cancel = on_cancel
         self.future.add_done_callback(self._after_future)

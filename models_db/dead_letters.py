@@ -9,28 +9,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, null, select
 
 from models_db.base import utcnow
 from models_db.dialects import insert_or_ignore
-from models_db.tables import DeadLetter
+from models_db.jobs import lock_jobs
+from models_db.tables import DeadLetter, JobState
 from models_db.text import clean_text
+from models_db.transitions import end_jobs
+
+UNREADABLE = "UnreadableMessageError"
 
 
 @dataclass(frozen=True, slots=True)
 class NewDeadLetter:
-    """One message with the reason. ``message`` is what Redis held, as text."""
+    """One message with the reason. ``message`` is what Redis held, as text; ``job_id`` is who it says it is."""
 
     id: str
     queue: str
     worker_id: str
     reason: str
     message: str
+    job_id: str | None = None
     received_at: datetime = field(default_factory=utcnow)
 
 
 def store_dead_letters(conn: Connection, letters: Sequence[NewDeadLetter]) -> None:
-    """Insert them; one that is there already is left alone."""
+    """Insert them; one that is there already is left alone. A job of theirs that waits for a worker fails."""
     rows = [
         {
             "id": letter.id,
@@ -43,6 +48,10 @@ def store_dead_letters(conn: Connection, letters: Sequence[NewDeadLetter]) -> No
         for letter in letters
     ]
     insert_or_ignore(conn, DeadLetter, rows, [DeadLetter.id])
+    reasons = {letter.job_id: letter.reason for letter in letters if letter.job_id is not None}
+    for job in lock_jobs(conn, [job_id for job_id in reasons if len(job_id) <= 155]).values():
+        if job.state is JobState.QUEUED:
+            end_jobs(conn, [job.id], JobState.FAILED, utcnow(), UNREADABLE, clean_text(reasons[job.id]))
 
 
 def list_dead_letters(conn: Connection, limit: int = 50) -> list[NewDeadLetter]:
@@ -53,6 +62,7 @@ def list_dead_letters(conn: Connection, limit: int = 50) -> list[NewDeadLetter]:
         DeadLetter.worker_id,
         DeadLetter.reason,
         DeadLetter.message,
+        null().label("job_id"),
         DeadLetter.received_at,
     )
     query = select(*columns).order_by(DeadLetter.received_at.desc(), DeadLetter.id).limit(limit)

@@ -19,6 +19,7 @@ from workers.tasks import GenerateTask
 from workers.transport import with_leases
 
 POOL = "workers.pool:EnginePool"
+CONSUMER = "workers.consumer:TokenmillConsumer"
 
 
 class TokenmillApp(Celery):  # type: ignore[misc]
@@ -65,6 +66,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_reject_on_worker_lost": True,
         "task_send_sent_event": False,
         "worker_pool": POOL,
+        "worker_consumer": CONSUMER,
         "worker_concurrency": settings.engine_config.max_num_seqs,
         "worker_prefetch_multiplier": 1,  # Leases adds the headroom
         "worker_enable_prefetch_count_reduction": False,

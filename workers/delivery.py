@@ -44,6 +44,8 @@ from workers.tasks import Outcome
 
 logger = get_logger(__name__)
 
+_REVOKES_S = 0.5
+
 
 class DeliveryTable:
     """See the module. ``start`` runs it in a thread; tests call ``run_pending`` instead.
@@ -168,7 +170,12 @@ class DeliveryTable:
     def start(self) -> None:
         """Run the table in a thread of its own."""
         self.suspects.start()
+        self.watch_revokes()
         self._actor.start()
+
+    def watch_revokes(self) -> None:
+        """From now on end what Celery revokes while it waits in the backend."""
+        self._actor.send(partial(self._runs.watch_revokes, _REVOKES_S))
 
     @property
     def busy(self) -> bool:

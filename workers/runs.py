@@ -215,6 +215,16 @@ class Runs:
             self._actor.after(run.hard_s, partial(self._on_hard_limit, run))
         self._actor.when(handle.future, partial(self._on_done, run, handle))
 
+    def watch_revokes(self, period_s: float) -> None:
+        """Celery looks at a revoke when a job starts; for us that is when it leaves the backend's queue."""
+        self._actor.after(period_s, partial(self.watch_revokes, period_s))
+        for run in self._runs.values():
+            if run.handle is None or run.handle.started or run.finishing or run.releasing:
+                continue
+            for delivery in run.deliveries:
+                if delivery.ending is None and not delivery.abandoned and delivery.request.looks_revoked():
+                    self._post(delivery.request.revoked)
+
     # ---------------------------------------------------------------------------------------------------- ending
 
     def end_early(self, run: Run, state: JobState | None) -> None:

@@ -75,12 +75,19 @@ class LeaseChannel(plain.Channel):  # type: ignore[misc]
     worker_id = ""
     _taken: tuple[bytes, bytes] | None = None
 
-    def put_aside(self, queue: str, reason: str, message: str) -> None:
+    def put_aside(self, queue: str, reason: str, message: str, job_id: str | None = None) -> None:
         """Keep what nobody can read where the sweeper finds it and moves it to the table ``dead_letter``."""
         logger.error("A message of queue %s cannot be read and is put aside: %s", queue, reason)
-        letter = {"id": str(uuid.uuid4()), "queue": queue, "worker_id": self.worker_id}
+        letter = {
+            "id": str(uuid.uuid4()),
+            "queue": queue,
+            "worker_id": self.worker_id,
+            "reason": reason,
+            "message": message,
+            "job_id": job_id,
+        }
         with self.conn_or_acquire() as client:
-            client.lpush(DEAD_LETTERS_KEY, json.dumps(letter | {"reason": reason, "message": message}))
+            client.lpush(DEAD_LETTERS_KEY, json.dumps(letter))
 
     def _create_client(self, *args: Any, **kwargs: Any) -> Any:
         client = super()._create_client(*args, **kwargs)
@@ -125,9 +132,9 @@ class LeaseSentinelTransport(plain.SentinelTransport):  # type: ignore[misc]
 def with_leases(connection: Connection) -> Connection:
     """Have this unused connection, made from its URL by Celery, use the classes of this module."""
     if connection.transport_cls in ("redis", "rediss"):
-        connection.transport_cls = LeaseTransport
+        connection.transport_cls = f"{__name__}:{LeaseTransport.__name__}"  # a name, because Celery shows it
     elif connection.transport_cls == "sentinel":
-        connection.transport_cls = LeaseSentinelTransport
+        connection.transport_cls = f"{__name__}:{LeaseSentinelTransport.__name__}"
     return connection
 
 

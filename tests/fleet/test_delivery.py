@@ -504,3 +504,16 @@ def test_whatever_happens_each_job_ends_once(world: World, engine: Engine, seed:
     for job in jobs:
         terminal = [outcome for outcome in world.attempts(job) if outcome not in ("lost", "released", None)]
         assert len(terminal) <= 1, f"{job} was committed {len(terminal)} times"
+
+
+def test_a_plain_revoke_ends_what_waits_in_the_backend_and_nothing_that_runs(world: World) -> None:
+    worker = world.worker()
+    waiting, running = worker.deliver("waiting"), worker.deliver("running")
+    world.run()
+    worker.backend.handles["running"].started = True
+    waiting.is_revoked = running.is_revoked = True
+    worker.table.watch_revokes()
+    world.run()
+    assert world.state("waiting") is JobState.CANCELLED
+    assert world.state("running") is JobState.RUNNING
+    assert waiting.log[-1] == "acknowledged"

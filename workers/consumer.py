@@ -1,0 +1,75 @@
+"""Celery's consumer, which neither dies of a message nor drops one, and shows no message in a log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from celery.exceptions import NotRegistered
+from celery.utils.log import get_logger
+from celery.worker.consumer import Consumer
+from kombu.utils.json import dumps
+
+logger = get_logger(__name__)
+
+# Between two tries to reach Redis, in seconds: growing, but never so long that its return goes unnoticed.
+_RETRY = {"interval_start": 0.2, "interval_step": 0.4, "interval_max": 2.0}
+
+
+class TokenmillConsumer(Consumer):  # type: ignore[misc]
+    """See the module. Everything here runs on the main thread."""
+
+    def ensure_connected(self, conn: Any) -> Any:
+        """Wait for Redis."""
+        conn.ensure_connection = partial(conn.ensure_connection, **_RETRY)
+        return super().ensure_connected(conn)
+
+    def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
+        """What is called with each message. Whatever goes wrong with one is its own affair."""
+        handle = super().create_task_handler(*args, **kwargs)
+        ours = (*self.connection_errors, *self.channel_errors)
+
+        def on_task_received(message: Any) -> None:
+            try:
+                handle(message)
+            except ours:
+                raise
+            except Exception as exc:
+                self._put_aside(message, f"{type(exc).__name__} while it was read")
+
+        return on_task_received
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        """Its body is not what its content type says."""
+        self._put_aside(message, f"its body cannot be decoded ({type(exc).__name__})")
+
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
+        """Its body is no task."""
+        self._put_aside(message, f"it is no valid task ({type(exc).__name__})")
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:
+        """It names no task."""
+        self._put_aside(message, "it names no task")
+
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+        """No task of this name is known here: Celery's result says so, too."""
+        name = str(message.headers.get("task"))[:200]
+        job_id = message.headers.get("id")
+        if isinstance(job_id, str):
+            try:
+                self.app.backend.mark_as_failure(job_id, NotRegistered(name))
+            except Exception as error:
+                logger.warning("The failure of task %s is not stored: %r", job_id, error)
+        self._put_aside(message, f"no task {name!r} is known here")
+
+    def _put_aside(self, message: Any, reason: str) -> None:
+        headers = message.headers if isinstance(message.headers, dict) else {}
+        job_id = headers.get("id") if isinstance(headers.get("id"), str) else None
+        queue = str(message.delivery_info.get("routing_key") or "")
+        raw = getattr(message, "_raw", None)
+        message.channel.put_aside(
+            queue, reason, dumps(raw) if raw is not None else json.dumps(headers), job_id
+        )
+        message.ack_log_error(logger, self.connection_errors)
