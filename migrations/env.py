@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 from models_db.base import Base
 from models_db.door_tables import ApiKey
 from models_db.migrate import URL_ATTRIBUTE
+from models_db.reuse import KnownAnswer
 from models_db.rollup_tables import JobClass
 from models_db.session import make_engine
 from models_db.tables import Job
@@ -24,7 +25,7 @@ LOCK_WAIT_S = 120
 # Importing the tables is what fills the metadata.
 target_metadata = Job.metadata
 if not all(
-    table.metadata is Base.metadata for table in (Job, JobClass, ApiKey)
+    table.metadata is Base.metadata for table in (Job, JobClass, ApiKey, KnownAnswer)
 ):  # pragma: no cover - another would escape the check
     raise CommandError("the tables do not all use models_db.base.Base")
 

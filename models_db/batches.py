@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, true, update
+from sqlalchemy.orm import InstrumentedAttribute
 
 from models_db.base import utcnow
 from models_db.dialects import chunked
@@ -98,6 +100,53 @@ def create_batch(
         )
     )
     return new_id
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLine:
+    """A line of a batch that never becomes a job's work: it is bad, or came too late."""
+
+    position: int
+    custom_id: str | None
+    state: JobState
+    error_type: str
+    error_message: str
+
+
+def insert_ended_lines(
+    conn: Connection,
+    batch_id: str,
+    lines: Sequence[EndedLine],
+    *,
+    model: str,
+    queue: str,
+    at: datetime | None = None,
+) -> None:
+    """Insert lines that have ended before they began, so that the batch accounts for every line of its input."""
+    now = at or utcnow()
+    rows: list[dict[str, Any]] = [
+        {
+            "id": uuid7(),
+            "batch_id": batch_id,
+            "position": line.position,
+            "custom_id": line.custom_id,
+            "model": model,
+            "queue": queue,
+            "priority": 0,
+            "state": line.state,
+            "attempt": 0,
+            "cancel_requested": False,
+            "created_at": now,
+            "finished_at": now,
+            "error_type": line.error_type,
+            "error_message": clean_text(line.error_message),
+            "params": {},
+            "prompt": {},
+        }
+        for line in lines
+    ]
+    if rows:
+        conn.execute(insert(Job), rows)
 
 
 def set_batch_state(
@@ -193,10 +242,34 @@ def request_cancel_batch(
     return dict(_job_counts(conn, [batch_id])[batch_id])
 
 
-def iter_batch_rows(conn: Connection, batch_id: str, *, chunk: int = 500) -> Iterator[BatchRow]:
-    """The batch's jobs in input order with their results, read ``chunk`` rows at a time."""
+def positions_after(conn: Connection, batch_id: str, after: int, limit: int) -> list[int]:
+    """Positions of the batch's jobs beyond ``after``, ascending, so many at most."""
+    query = (
+        select(Job.position)
+        .where(Job.batch_id == batch_id, Job.position > after)
+        .order_by(Job.position)
+        .limit(limit)
+    )
+    return [position for position in conn.scalars(query) if position is not None]
+
+
+def iter_batch_rows(
+    conn: Connection, batch_id: str, *, chunk: int = 500, by_completion: bool = False
+) -> Iterator[BatchRow]:
+    """The batch's jobs with their results, in input order or as they ended, read ``chunk`` rows at a time."""
+    if by_completion:
+        yield from _pages(conn, batch_id, Job.finished_at, Job.finished_at.is_not(None), chunk)
+        yield from _pages(conn, batch_id, Job.position, Job.finished_at.is_(None), chunk)
+    else:
+        yield from _pages(conn, batch_id, Job.position, true(), chunk)
+
+
+def _pages(
+    conn: Connection, batch_id: str, key: InstrumentedAttribute[Any], where: ColumnElement[bool], chunk: int
+) -> Iterator[BatchRow]:
     query = (
         select(
+            key.label("sorted_by"),
             Job.position,
             Job.custom_id,
             Job.id,
@@ -208,8 +281,8 @@ def iter_batch_rows(conn: Connection, batch_id: str, *, chunk: int = 500) -> Ite
             *RESULT_COLUMNS,
         )
         .outerjoin(Result, and_(Result.job_id == Job.id, Result.choice == 0))
-        .where(Job.batch_id == batch_id)
-        .order_by(Job.position, Job.id)
+        .where(Job.batch_id == batch_id, where)
+        .order_by(key, Job.id)
         .limit(chunk)
     )
     page = query
@@ -226,7 +299,7 @@ def iter_batch_rows(conn: Connection, batch_id: str, *, chunk: int = 500) -> Ite
                 result=None if row.result_of is None else StoredResult.from_row(row),
             )
         last = rows[-1]
-        after = or_(Job.position > last.position, and_(Job.position == last.position, Job.id > last.id))
+        after = or_(key > last.sorted_by, and_(key == last.sorted_by, Job.id > last.id))
         page = query.where(after)
 
 

@@ -335,7 +335,8 @@ def retry_failed(
         raise InvalidValueError("ids", "are missing", fix="Say which jobs to retry: by id or by batch")
     if not wanted or not wanted <= frozenset(TERMINAL_JOB_STATES):
         raise InvalidValueError("states", "must be terminal", value=", ".join(sorted(wanted)))
-    query = select(Job.id).where(Job.state.in_(wanted))
+    # Lines that were bad have no message: there is nothing to run again.
+    query = select(Job.id).where(Job.state.in_(wanted), Job.message.is_not(None))
     if batch_id is not None:
         query = query.where(Job.batch_id == batch_id)
     pieces = [query] if ids is None else [query.where(Job.id.in_(some)) for some in chunked(ids)]

@@ -12,40 +12,50 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from sqlalchemy import Connection, select
 
-from backend.api import ConfigurationError, RequestError
+from backend.api import ConfigurationError, RequestError, check_text
 from models_db import batches, jobs
-from models_db.batches import BatchProgress
+from models_db.batches import BatchProgress, EndedLine
 from models_db.errors import UnknownBatchError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, Job, JobState
 from workers.broker import Broker, BrokerUnavailableError
+from workers.bulk_formats import Shape, check_shape, read_carried_rows, read_rows
 from workers.bulk_input import (
     BulkInputError,
     BulkLine,
+    CarriedLine,
     LineError,
     LineOptions,
     Validated,
-    read_lines,
+    distinct,
     validate,
 )
+from workers.bulk_reuse import Reuser
 from workers.client import Client, Submission
+from workers.payload import queue_for
 
 log = logging.getLogger(__name__)
 DEFAULT_IN_FLIGHT = 1000
 _CHUNK = 200  # jobs a transaction and a round trip
+_PAGE = 10_000  # positions read at once
 _POLL_S = 0.2
 _POLL_SHARE = 20  # a look at the counts may take one part in this many of the time
 _REPUBLISH_S = 5.0
+_LONGEST_ID = 255  # characters of a custom id
 _STDIN = "-"
+
+Order = Literal["input", "completion"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,9 @@ class BulkSource:
     chat: bool = True
     strict: bool = False
     limit: int | None = None
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    order: str = "input"
+    reuse_days: float | None = None
 
     def to_json(self) -> str:
         """For ``batch.source``."""
@@ -81,6 +94,20 @@ class BulkSource:
     def options(self) -> LineOptions:
         """How its lines are read."""
         return LineOptions(defaults=self.defaults, chat=self.chat, strict=self.strict, limit=self.limit)
+
+    def made_of(self) -> Shape:
+        """What its lines are."""
+        return Shape(**self.shape)
+
+    def rows(self, file: IO[bytes]) -> Iterator[BulkLine | LineError]:
+        """Every line from the beginning, checked."""
+        file.seek(0)
+        return distinct(read_rows(file, self.made_of(), self.options()))
+
+    def carried(self, file: IO[bytes]) -> Iterator[CarriedLine]:
+        """What the lines' own keys are, from the beginning."""
+        file.seek(0)
+        return read_carried_rows(file, self.made_of(), self.options())
 
     @contextmanager
     def reopen(self) -> Iterator[IO[bytes]]:
@@ -132,16 +159,30 @@ def digest(file: IO[bytes]) -> str:
     return value.hexdigest()
 
 
-def validate_source(path: str, file: IO[bytes], options: LineOptions) -> tuple[BulkSource, Validated]:
-    """Check every line before anything starts.
+def validate_source(
+    path: str,
+    file: IO[bytes],
+    options: LineOptions,
+    shape: Shape | None = None,
+    *,
+    refuse_bad: bool = False,
+    order: Order = "input",
+    reuse_days: float | None = None,
+) -> tuple[BulkSource, Validated]:
+    """Check every line before anything starts. Bad ones become lines of the errors file.
+
+    Args:
+        refuse_bad: nothing is started when a line is bad.
 
     Raises:
-        BulkInputError: names each bad line (the first few of many).
-        RequestError: the file holds no line.
+        BulkInputError: names bad lines (the first few of many): all are bad, or ``refuse_bad``.
+        RequestError: the file holds no line, or does not fit the options.
     """
+    shape = shape or Shape()
+    check_shape(shape, file)
     sha256 = digest(file)
-    found = validate(file, options)
-    if found.num_errors:
+    found = validate(distinct(read_rows(file, shape, options)))
+    if found.num_errors and (refuse_bad or found.num_errors == found.lines):
         raise BulkInputError(path, found.errors, found.num_errors)
     if not found.lines:
         raise RequestError(f"{path} holds no line", field="INPUT", fix="Give one JSON object a line")
@@ -153,6 +194,9 @@ def validate_source(path: str, file: IO[bytes], options: LineOptions) -> tuple[B
         chat=options.chat,
         strict=options.strict,
         limit=options.limit,
+        shape=shape.to_dict(),
+        order=order,
+        reuse_days=reuse_days,
     )
     return source, found
 
@@ -175,6 +219,7 @@ class BulkRunner:
         report: Callable[[BatchProgress], None] = lambda progress: None,
         broker: Broker | None = None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if in_flight < 1:
@@ -182,18 +227,27 @@ class BulkRunner:
         self._client = client
         self._engine = client.engine()
         self._in_flight = in_flight
+        self._reuser = Reuser(client, now)
         self._report = report
         self._broker = broker or Broker(client.settings.broker_url)
         self._clock = clock
+        self._now = now
         self._sleep = sleep
         self._next_republish = clock() + _REPUBLISH_S
         self._look_cost_s = 0.0
 
-    def create(self, name: str, source: BulkSource) -> str:
-        """Make the batch's row; returns its id."""
+    def create(self, name: str, source: BulkSource, *, deadline_s: float | None = None) -> str:
+        """Make the batch's row; returns its id.
+
+        Args:
+            deadline_s: what has not ended after so many seconds expires.
+        """
+        deadline_at = None if deadline_s is None else self._now() + timedelta(seconds=deadline_s)
         return transaction(
             self._engine,
-            lambda conn: batches.create_batch(conn, name=name, source=source.to_json(), total=source.lines),
+            lambda conn: batches.create_batch(
+                conn, name=name, source=source.to_json(), total=source.lines, deadline_at=deadline_at
+            ),
         )
 
     def run(self, batch_id: str, source: BulkSource, file: IO[bytes]) -> BatchProgress:
@@ -203,10 +257,18 @@ class BulkRunner:
             KeyboardInterrupt: as it came; the batch stays as it is and can be resumed or cancelled.
             ConfigurationError: the file has changed while it was read.
         """
+        self.feed(batch_id, source, file)
+        return self.watch(batch_id)
+
+    def feed(self, batch_id: str, source: BulkSource, file: IO[bytes], *, bounded: bool = True) -> None:
+        """Make jobs of the lines that have not been fed yet.
+
+        Args:
+            bounded: no more than ``in_flight`` at once, so that it takes as long as the work; else all of them.
+        """
         progress = self.progress(batch_id)
         if progress.state is BatchState.VALIDATING:
-            self._feed(batch_id, source, file, progress)
-        return self._watch(batch_id)
+            self._feed(batch_id, source, file, progress, bounded)
 
     def progress(self, batch_id: str) -> BatchProgress:
         """The batch as it is now.
@@ -221,21 +283,77 @@ class BulkRunner:
         self._report(progress)
         return progress
 
-    def _feed(self, batch_id: str, source: BulkSource, file: IO[bytes], progress: BatchProgress) -> None:
-        fed = progress.inserted  # lines go in one after the other, so this many are in
-        lines = islice(_good_lines(source, file), fed, None)
+    def _feed(
+        self, batch_id: str, source: BulkSource, file: IO[bytes], progress: BatchProgress, bounded: bool
+    ) -> None:
+        fed = progress.inserted
+        lines = self._missing(batch_id, source.rows(file))
         while progress.state is BatchState.VALIDATING:
-            while (room := self._in_flight - (fed - progress.done)) > 0:
+            while (room := self._in_flight - (fed - progress.done) if bounded else _CHUNK) > 0:
                 chunk = list(islice(lines, min(room, _CHUNK)))
                 if not chunk:
                     self._begin_progress(batch_id)
                     return
-                self._client.submit_payloads([_submission(batch_id, line) for line in chunk])
+                self._insert(batch_id, progress.deadline_at, chunk, source.reuse_days)
                 fed += len(chunk)
                 self._sleep(0.0)  # a moment at which a signal may end it
+                if not bounded and fed % (_CHUNK * 50) < _CHUNK:
+                    break  # someone may have cancelled it
             progress = self._look(batch_id)
         # Someone else has cancelled it, perhaps before our last jobs went in.
         transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))
+
+    def _missing(self, batch_id: str, rows: Iterator[BulkLine | LineError]) -> Iterator[BulkLine | LineError]:
+        """The lines that are not in yet: both are in ascending order, so one look beside the other will do."""
+        present = self._positions(batch_id)
+        current = next(present, None)
+        for row in rows:
+            while current is not None and current < row.line:
+                current = next(present, None)
+            if current != row.line:
+                yield row
+
+    def _positions(self, batch_id: str) -> Iterator[int]:
+        last = 0
+        while True:
+            with reading(self._engine) as conn:
+                page = batches.positions_after(conn, batch_id, last, _PAGE)
+            yield from page
+            if len(page) < _PAGE:
+                return
+            last = page[-1]
+
+    def _insert(
+        self,
+        batch_id: str,
+        deadline_at: datetime | None,
+        chunk: Sequence[BulkLine | LineError],
+        reuse_days: float | None,
+    ) -> None:
+        """Insert the lines: bad and late ones have ended, the others are jobs."""
+        left = None if deadline_at is None else (deadline_at - self._now()).total_seconds()
+        for kind, group in groupby(chunk, type):
+            if kind is LineError:
+                self._insert_ended(batch_id, [_bad_line(row) for row in group if isinstance(row, LineError)])
+                continue
+            good = [row for row in group if isinstance(row, BulkLine)]
+            if left is not None and left <= 0:
+                self._insert_ended(batch_id, [_late_line(row) for row in good])
+                continue
+            submissions = [_submission(batch_id, row, left) for row in good]
+            if reuse_days is None:
+                self._client.submit_payloads(submissions)
+            else:
+                self._reuser.submit(submissions, reuse_days)
+
+    def _insert_ended(self, batch_id: str, lines: Sequence[EndedLine]) -> None:
+        model = self._client.settings.model
+        transaction(
+            self._engine,
+            lambda conn: batches.insert_ended_lines(
+                conn, batch_id, lines, model=model, queue=queue_for(model)
+            ),
+        )
 
     def _begin_progress(self, batch_id: str) -> None:
         def move(conn: Connection) -> None:
@@ -245,7 +363,8 @@ class BulkRunner:
 
         transaction(self._engine, move)
 
-    def _watch(self, batch_id: str) -> BatchProgress:
+    def watch(self, batch_id: str) -> BatchProgress:
+        """Wait until every job has ended."""
         while True:
             progress = self._look(batch_id)
             if progress.state.terminal or progress.done >= progress.inserted:
@@ -256,32 +375,31 @@ class BulkRunner:
     def _look(self, batch_id: str) -> BatchProgress:
         """Wait a little and read the counts; the dearer that was, the longer the wait."""
         self._sleep(max(_POLL_S, self._look_cost_s * _POLL_SHARE))
-        self._republish(batch_id)
+        if self._clock() >= self._next_republish:
+            self.republish(batch_id)
         began = self._clock()
         progress = self.progress(batch_id)
         self._look_cost_s = self._clock() - began
         return progress
 
-    def _republish(self, batch_id: str) -> None:
-        """Publish jobs whose first publication failed because Redis was away."""
-        now = self._clock()
-        if now < self._next_republish:
-            return
-        self._next_republish = now + _REPUBLISH_S
-        with reading(self._engine) as conn:
-            ids = unpublished(conn, batch_id, _CHUNK)
-            messages = jobs.stored_messages(conn, ids)
-        ready = {job_id: held.message for job_id, held in messages.items() if held.message is not None}
-        if not ready:
-            return
-        try:
-            self._broker.publish(list(ready.values()))
-        except BrokerUnavailableError as error:
-            log.warning("%d job(s) of the batch still wait to be published: %s", len(ready), error)
-            return
-        transaction(self._engine, lambda conn: jobs.mark_published(conn, list(ready)))
-        if len(ids) == _CHUNK:
-            self._next_republish = now  # there may be more
+    def republish(self, batch_id: str) -> None:
+        """Publish jobs of the batch that are not in Redis: it was away at first, or they are to run again."""
+        self._next_republish = self._clock() + _REPUBLISH_S
+        while True:
+            with reading(self._engine) as conn:
+                ids = unpublished(conn, batch_id, _CHUNK)
+                messages = jobs.stored_messages(conn, ids)
+            ready = {job_id: held.message for job_id, held in messages.items() if held.message is not None}
+            if not ready:
+                return
+            try:
+                self._broker.publish(list(ready.values()))
+            except BrokerUnavailableError as error:
+                log.warning("%d job(s) of the batch still wait to be published: %s", len(ready), error)
+                return
+            transaction(self._engine, partial(jobs.mark_published, ids=list(ready)))
+            if len(ids) < _CHUNK:
+                return
 
 
 def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:
@@ -295,13 +413,28 @@ def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:
     return list(conn.scalars(statement))
 
 
-def _good_lines(source: BulkSource, file: IO[bytes]) -> Iterator[BulkLine]:
-    file.seek(0)
-    for item in read_lines(file, source.options()):
-        if isinstance(item, LineError):
-            raise ConfigurationError(f"{source.path} has changed: line {item.line} {item.message}")
-        yield item
+def _submission(batch_id: str, line: BulkLine, left_s: float | None) -> Submission:
+    payload = line.payload
+    if left_s is not None:
+        limits = [limit for limit in (payload.deadline_s, left_s) if limit is not None]
+        payload = payload.model_copy(update={"deadline_s": min(limits)})
+    return Submission(payload, batch_id=batch_id, position=line.line)
 
 
-def _submission(batch_id: str, line: BulkLine) -> Submission:
-    return Submission(line.payload, batch_id=batch_id, position=line.line)
+def _bad_line(error: LineError) -> EndedLine:
+    return EndedLine(error.line, _storable(error.custom_id), JobState.FAILED, error.code, error.message)
+
+
+def _late_line(line: BulkLine) -> EndedLine:
+    message = "the batch's deadline passed before the line was submitted"
+    return EndedLine(line.line, line.custom_id, JobState.EXPIRED, "expired", message)
+
+
+def _storable(text: str | None) -> str | None:
+    """The text, where a database takes it as it is."""
+    if not text or len(text) > _LONGEST_ID:
+        return None
+    try:
+        return check_text(text, "custom_id")
+    except RequestError:
+        return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from sqlalchemy import Connection
 from backend.api import RequestError
 from models_db.batches import BatchRow, iter_batch_rows
 from models_db.tables import JobState
-from workers.bulk_input import CarriedLine, read_carried
+from workers.bulk_input import CarriedLine
 
 _ENDED_WITHOUT = {
     JobState.QUEUED: ("not_finished", "the job is still queued"),
@@ -32,6 +33,11 @@ class Exported:
     results: int
     errors: int
     without_extra: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+LineWriter = Callable[[BatchRow, Mapping[str, Any]], dict[str, Any]]
 
 
 def errors_path_for(output: Path) -> Path:
@@ -68,27 +74,77 @@ def check_output(output: Path, source: Path | None = None) -> None:
 
 
 def export_batch(
-    connection: Connection, batch_id: str, output: Path, *, source: IO[bytes] | None = None
+    connection: Connection,
+    batch_id: str,
+    output: Path,
+    *,
+    carried: Iterator[CarriedLine] | None = None,
+    line: LineWriter | None = None,
+    by_completion: bool = False,
 ) -> Exported:
     """Write the batch's results to ``output`` and every other line to ``errors_path_for(output)``.
 
     Both files appear whole or not at all, one after the other. Rows stream, so memory stays bounded.
-    ``source`` is the input file, from which keys that are no fields of ours are carried through.
+
+    Args:
+        carried: the input's ids and own keys, in its order, to carry them through.
+        line: makes the lines, ours unless given.
+        by_completion: in the order in which they ended, instead of the input's.
     """
-    carried = _Carried(read_carried(source)) if source is not None else None
-    counts = {True: 0, False: 0}
-    without_extra = 0
     with ExitStack() as files:
         results = files.enter_context(atomic_write(output))
         errors = files.enter_context(atomic_write(errors_path_for(output)))
-        for row in iter_batch_rows(connection, batch_id):
-            extra = carried.extra_of(row) if carried is not None else None
-            without_extra += extra is None
-            succeeded = row.result is not None
-            line = result_line(row, extra or {}) if succeeded else error_line(row, extra or {})
-            (results if succeeded else errors).write(json.dumps(line, ensure_ascii=False) + "\n")
+        return write_rows(
+            connection, batch_id, results, errors, carried=carried, line=line, by_completion=by_completion
+        )
+
+
+def write_rows(
+    connection: Connection,
+    batch_id: str,
+    results: IO[str],
+    errors: IO[str],
+    *,
+    carried: Iterator[CarriedLine] | None = None,
+    line: LineWriter | None = None,
+    by_completion: bool = False,
+) -> Exported:
+    """As ``export_batch``, into files that are open."""
+    make = line or our_line
+    counts = {True: 0, False: 0}
+    without_extra = prompt_tokens = completion_tokens = 0
+    with ExitStack() as stack:
+        extras: _Carried | _CarriedAnywhere | None = None
+        if carried is not None:
+            extras = _CarriedAnywhere(carried) if by_completion else _Carried(carried)
+            stack.callback(extras.close)
+        for row in iter_batch_rows(connection, batch_id, by_completion=by_completion):
+            extra = extras.extra_of(row) if extras is not None else None
+            without_extra += extra is None and row.custom_id is not None
+            succeeded = row.result is not None and row.state is JobState.SUCCEEDED
+            if row.result is not None:
+                prompt_tokens += row.result.prompt_tokens
+                completion_tokens += row.result.completion_tokens
+            text = json.dumps(make(row, extra or {}), ensure_ascii=False)
+            (results if succeeded else errors).write(text + "\n")
             counts[succeeded] += 1
-    return Exported(counts[True], counts[False], without_extra)
+    return Exported(counts[True], counts[False], without_extra, prompt_tokens, completion_tokens)
+
+
+def our_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of ours, for the results or for the errors."""
+    if row.result is not None and row.state is JobState.SUCCEEDED:
+        return result_line(row, extra)
+    return error_line(row, extra)
+
+
+def write_manifest(output: Path, manifest: Mapping[str, Any]) -> Path:
+    """Write what was run beside the output, last of all: where it is, the other two files are complete."""
+    path = output.with_name(f"{output.stem}.manifest.json")
+    with atomic_write(path) as file:
+        json.dump(manifest, file, ensure_ascii=False, indent=2)
+        file.write("\n")
+    return path
 
 
 def result_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,3 +218,32 @@ class _Carried:
         if here is None or here.line != row.position or here.custom_id != row.custom_id:
             return None
         return here.extra
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _CarriedAnywhere:
+    """The same for rows in any order: a private temporary SQLite file, which spills to disk by itself."""
+
+    def __init__(self, lines: Iterator[CarriedLine]) -> None:
+        self._lines = sqlite3.connect("")
+        self._lines.execute("CREATE TABLE carried (line INTEGER PRIMARY KEY, custom_id TEXT, extra TEXT)")
+        with self._lines:
+            self._lines.executemany(
+                "INSERT INTO carried VALUES (?, ?, ?)",
+                ((line.line, line.custom_id, json.dumps(dict(line.extra))) for line in lines),
+            )
+
+    def extra_of(self, row: BatchRow) -> Mapping[str, Any] | None:
+        """See ``_Carried``."""
+        select = "SELECT custom_id, extra FROM carried WHERE line = ?"
+        found = self._lines.execute(select, (row.position,)).fetchone()
+        if found is None or found[0] != row.custom_id:
+            return None
+        extra: Mapping[str, Any] = json.loads(found[1])
+        return extra
+
+    def close(self) -> None:
+        """Remove the temporary file."""
+        self._lines.close()

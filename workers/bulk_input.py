@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import IO, Any
 
@@ -104,6 +104,9 @@ class LineOptions:
     check: Callable[[GeneratePayload], None] | None = None  # further limits; raises RequestError
 
 
+ParseObject = Callable[[int, Mapping[str, Any], LineOptions], "BulkLine | LineError"]
+
+
 @dataclass(slots=True)
 class Validated:
     """What a first pass over the file found."""
@@ -116,6 +119,13 @@ class Validated:
 
 def read_lines(file: IO[bytes], options: LineOptions, *, after: int = 0) -> Iterator[BulkLine | LineError]:
     """Every line that is not blank, in order, one at a time; lines up to number ``after`` are passed over."""
+    return raw_lines(file, options, parse_object, after=after)
+
+
+def raw_lines(
+    file: IO[bytes], options: LineOptions, parse: ParseObject, *, after: int = 0
+) -> Iterator[BulkLine | LineError]:
+    """``read_lines`` for any kind of JSON object."""
     taken = 0
     number = 0
     while options.limit is None or taken < options.limit:
@@ -137,10 +147,12 @@ def read_lines(file: IO[bytes], options: LineOptions, *, after: int = 0) -> Iter
                 number, f"is longer than {MAX_LINE_BYTES:,} bytes. One line is one job", "malformed_json"
             )
         else:
-            yield parse_line(number, raw, options)
+            yield parse_line(number, raw, options, parse)
 
 
-def parse_line(number: int, raw: bytes, options: LineOptions) -> BulkLine | LineError:
+def parse_line(
+    number: int, raw: bytes, options: LineOptions, parse: ParseObject | None = None
+) -> BulkLine | LineError:
     """One line, checked: UTF-8, JSON, keys, and the payload with the defaults filled in."""
     try:
         text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -153,6 +165,11 @@ def parse_line(number: int, raw: bytes, options: LineOptions) -> BulkLine | Line
         return LineError(number, f"is not valid JSON: {error}", "malformed_json")
     if not isinstance(data, dict):
         return LineError(number, f"must be a JSON object, not {type(data).__name__}", "malformed_json")
+    return (parse or parse_object)(number, data, options)
+
+
+def parse_object(number: int, data: Mapping[str, Any], options: LineOptions) -> BulkLine | LineError:
+    """One line's object, checked: keys, and the payload with the defaults filled in."""
     custom_id = data.get("custom_id")
     named = custom_id if isinstance(custom_id, str) else None
     try:
@@ -185,19 +202,24 @@ def as_chat(fields: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def validate(file: IO[bytes], options: LineOptions, *, shown_errors: int = SHOWN_ERRORS) -> Validated:
-    """Check every line, and that no ``custom_id`` comes twice, in bounded memory however long the file is."""
-    found = Validated()
+def distinct(rows: Iterable[BulkLine | LineError]) -> Iterator[BulkLine | LineError]:
+    """The rows, those whose ``custom_id`` came before as errors; in bounded memory however many they are."""
     with closing(_SeenIds()) as seen:
-        for item in read_lines(file, options):
-            found.lines += 1
-            error = item if isinstance(item, LineError) else seen.add(item)
-            if error is not None:
-                found.num_errors += 1
-                if len(found.errors) < shown_errors:
-                    found.errors.append(error)
-            elif isinstance(item, BulkLine):
-                found.extra_keys.update(item.extra)
+        for row in rows:
+            yield seen.checked(row)
+
+
+def validate(rows: Iterable[BulkLine | LineError], *, shown_errors: int = SHOWN_ERRORS) -> Validated:
+    """Look at every row once."""
+    found = Validated()
+    for row in rows:
+        found.lines += 1
+        if isinstance(row, LineError):
+            found.num_errors += 1
+            if len(found.errors) < shown_errors:
+                found.errors.append(row)
+        else:
+            found.extra_keys.update(row.extra)
     return found
 
 
@@ -224,24 +246,50 @@ class _SeenIds:
             "CREATE TABLE seen (custom_id TEXT PRIMARY KEY, line INTEGER NOT NULL) WITHOUT ROWID"
         )
 
-    def add(self, item: BulkLine) -> LineError | None:
-        """Remember the line, or say which earlier line had its id."""
+    def checked(self, row: BulkLine | LineError) -> BulkLine | LineError:
+        """The row, remembered; or an error that says which earlier row had its id."""
+        if row.custom_id is None:
+            return row
         try:
-            self._ids.execute("INSERT INTO seen VALUES (?, ?)", (item.custom_id, item.line))
+            self._ids.execute("INSERT INTO seen VALUES (?, ?)", (row.custom_id, row.line))
+        except UnicodeEncodeError:
+            return row  # a bad line, whose id no database takes
         except sqlite3.IntegrityError:
+            if isinstance(row, LineError):
+                return replace(row, custom_id=None)  # the id is the earlier row's
             select = "SELECT line FROM seen WHERE custom_id = ?"
-            (first,) = self._ids.execute(select, (item.custom_id,)).fetchone()
+            (first,) = self._ids.execute(select, (row.custom_id,)).fetchone()
             return LineError(
-                item.line,
-                f"custom_id: was used in line {first} (got {item.custom_id!r}). Make ids unique in the file",
+                row.line,
+                f"custom_id: was used in line {first} (got {row.custom_id!r}). Make ids unique in the file",
                 "duplicate_custom_id",
-                item.custom_id,
             )
-        return None
+        return row
 
     def close(self) -> None:
         """Remove the temporary file."""
         self._ids.close()
+
+
+def is_field(name: str) -> bool:
+    """Whether the payload has a field of this name."""
+    return name in _FIELDS
+
+
+def carried_name(column: str) -> str:
+    """What a table's column is called in the output, where its own name could be taken for something else."""
+    taken = is_field(column) or column in OUTPUT_FIELDS or _meant(column) is not None
+    return f"input_{column}" if taken else column
+
+
+def check_misspelt(key: str) -> None:
+    """Refuse a key that is no field but looks like one.
+
+    Raises:
+        RequestError: it does.
+    """
+    if not is_field(key) and (meant := _meant(key)):
+        raise RequestError("unknown field", field=key, fix=f"Did you mean {meant}? If not, rename it")
 
 
 def _check_extra(key: str, value: Any, *, strict: bool) -> None:
@@ -257,8 +305,7 @@ def _check_extra(key: str, value: Any, *, strict: bool) -> None:
             field=key,
             fix=f"Rename it, for example to input_{key}",
         )
-    if meant := _meant(key):
-        raise RequestError("unknown field", field=key, fix=f"Did you mean {meant}? If not, rename it")
+    check_misspelt(key)
 
 
 @lru_cache(maxsize=1024)  # the same few keys come in every line, and comparing is the dearest part of a line

@@ -232,7 +232,7 @@ class Demo:
         self, client: Client, batch_id: str, source: BulkSource, ended: BatchProgress, elapsed_s: float
     ) -> Outcome:
         with reading(client.engine()) as connection, self.prompts.open("rb") as file:
-            exported = export_batch(connection, batch_id, self.results, source=file)
+            exported = export_batch(connection, batch_id, self.results, carried=source.carried(file))
             first_tokens = sorted(_first_token_times(connection, batch_id))
             active = _active_share(connection)
         summary = Summary(

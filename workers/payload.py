@@ -49,6 +49,8 @@ PRIORITY_STEPS = (0, 3, 6, 9)
 PRIORITY_SEPARATOR = "\x06\x16"
 
 _NOT_SLUG = re.compile(r"[^a-z0-9._-]+")
+# Which job it is, for whom and when: nothing of the answer depends on them.
+_ROUTING = frozenset({"custom_id", "tenant", "priority", "deadline_s", "stream"})
 _PROMPT_FIELDS = ("prompt", "messages", "token_ids")
 
 
@@ -174,6 +176,14 @@ class GeneratePayload(SamplingParams):
     def to_dict(self) -> dict[str, Any]:
         """The payload as it goes on the wire; fields at their defaults are left out, the version never."""
         return {"version": self.version} | self.model_dump(mode="json", exclude_defaults=True)
+
+    def content_hash(self) -> str | None:
+        """SHA-256 over all that decides the answer; ``None`` where another run would draw another one."""
+        if self.temperature > 0 and self.seed is None:
+            return None
+        content = {name: value for name, value in self.to_dict().items() if name not in _ROUTING}
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
     def digest(self) -> str:
         """SHA-256 over the whole payload, for comparing two submissions with one idempotency key."""

@@ -60,7 +60,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def bulk(fleet: Demo, *arguments: str | Path) -> Result:
     urls = ["--database-url", fleet.settings.database_url]
-    if arguments[0] in ("run", "resume"):
+    if arguments[0] in ("run", "resume", "retry-failed"):
         urls += ["--broker-url", fleet.settings.broker_url]
     return CliRunner().invoke(app, ["bulk", *map(str, arguments), *urls])
 
@@ -308,3 +308,184 @@ def test_ctrl_c_leaves_a_batch_that_can_be_cancelled_and_says_how(fleet: Demo, t
     assert "30 jobs cancelled" in cancelled.stdout
     shown = json.loads(bulk(fleet, "status", batch_id, "--json").stdout)
     assert shown["state"] == "cancelled"
+
+
+# --------------------------------------------------------------------------------- other inputs, other endings
+
+
+def test_a_bad_line_is_one_line_of_errors_unless_told_otherwise(fleet: Demo, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    good = [json.dumps(row) for row in rows(3)]
+    twice = json.dumps(rows(1)[0] | {"prompt": "again"})
+    source.write_text("\n".join([good[0], "{oops", good[1], twice, good[2]]) + "\n")
+    output = tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output)
+    assert done.exit_code == ExitCode.FAILED
+    assert [line["custom_id"] for line in lines(output)] == ["line-0", "line-1", "line-2"]
+    bad = lines(errors_path_for(output))
+    assert [(line["line"], line["error"]["code"]) for line in bad] == [
+        (2, "malformed_json"),
+        (4, "duplicate_custom_id"),
+    ]
+    assert "was used in line 1" in bad[1]["error"]["message"]
+    refused = bulk(fleet, "run", source, "-o", output, "--refuse-bad")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "2 bad lines, nothing was started" in refused.output
+
+
+def test_the_manifest_says_what_was_run(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [*rows(2), {"custom_id": "bad", "prompt": "x", "max_tokens": 0}])
+    done = bulk(fleet, "run", source, "-o", tmp_path / "out.jsonl")
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert manifest["batch"] == batch_id_of(done)
+    assert (manifest["lines"], manifest["results"], manifest["errors"]) == (3, 2, 1)
+    assert (manifest["counts"]["succeeded"], manifest["counts"]["failed"]) == (2, 1)
+    answers = lines(tmp_path / "out.jsonl")
+    assert manifest["completion_tokens"] == sum(line["completion_tokens"] for line in answers)
+    assert manifest["input"]["path"] == str(source)
+
+
+def test_a_table_becomes_prompts(fleet: Demo, tmp_path: Path) -> None:
+    source = tmp_path / "reviews.csv"
+    source.write_text("id,text\nr1,good\nr2,bad\n")
+    output = tmp_path / "out.jsonl"
+    arguments = ("--template", "say {text}", "--id-column", "id", "--no-chat", "-p", "max_tokens=9")
+    done = bulk(fleet, "run", source, "-o", output, *arguments)
+    assert done.exit_code == 0, done.output
+    answers = lines(output)
+    assert [(line["custom_id"], line["input_text"]) for line in answers] == [("r1", "good"), ("r2", "bad")]
+    assert answers[0]["text"].startswith("say good")
+
+
+def test_openai_lines_are_answered_in_their_own_form(fleet: Demo, tmp_path: Path) -> None:
+    def line(custom_id: str, **body: Any) -> dict[str, Any]:
+        whole = {"model": fleet.settings.model, "messages": [{"role": "user", "content": "one two"}]} | body
+        return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": whole}
+
+    source = write(tmp_path / "in.jsonl", [line("a", max_tokens=1), line("b", tools=[{}])])
+    output = tmp_path / "out.jsonl"
+    assert bulk(fleet, "run", source, "-o", output).exit_code == ExitCode.FAILED
+    (answer,) = lines(output)
+    assert (answer["custom_id"], answer["error"], answer["response"]["status_code"]) == ("a", None, 200)
+    body = answer["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["usage"]["completion_tokens"] == 1
+    (refused,) = lines(errors_path_for(output))
+    assert (refused["custom_id"], refused["response"]) == ("b", None)
+    assert "tools" in refused["error"]["message"]
+
+
+def test_no_wait_submits_everything_and_resume_collects_it(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", rows(450))
+    done = bulk(fleet, "run", source, "--no-wait", "--in-flight", "10")
+    assert done.exit_code == 0, done.output
+    batch_id = done.stdout.strip()
+    output = tmp_path / "out.jsonl"
+    assert bulk(fleet, "resume", batch_id, "-o", output).exit_code == 0
+    assert [line["custom_id"] for line in lines(output)] == [f"line-{n}" for n in range(450)]
+    assert bulk(fleet, "run", source).exit_code == ExitCode.USAGE
+
+
+def test_failed_jobs_are_run_again_and_bad_lines_are_not(fleet: Demo, client: Client, tmp_path: Path) -> None:
+    unwanted = {"custom_id": "empty", "prompt": "  ", "max_tokens": 1}  # echo refuses it: no word
+    source = write(
+        tmp_path / "in.jsonl", [*rows(2), unwanted, {"custom_id": "bad", "prompt": "x", "seed": -1}]
+    )
+    first = bulk(fleet, "run", source, "-o", tmp_path / "out.jsonl")
+    assert first.exit_code == ExitCode.FAILED
+    before = {line["custom_id"]: line["job_id"] for line in lines(tmp_path / "out.errors.jsonl")}
+    again = bulk(fleet, "retry-failed", batch_id_of(first), "-o", tmp_path / "again.jsonl")
+    assert again.exit_code == ExitCode.FAILED
+    assert "1 jobs of batch" in again.stderr
+    assert lines(tmp_path / "again.jsonl") == lines(tmp_path / "out.jsonl")
+    after = {line["custom_id"]: line["job_id"] for line in lines(tmp_path / "again.errors.jsonl")}
+    assert after == before
+    assert [record.number for record in client.attempts(before["empty"])] == [1, 2]
+    assert client.attempts(before["bad"]) == []
+
+
+def test_what_misses_the_deadline_expires(client: Client, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", rows(5, model=IDLE))
+    made, _ = validate_source(str(source), source.open("rb"), LineOptions(defaults={"model": "echo"}))
+    with source.open("rb") as file:
+        runner = BulkRunner(client)
+        batch_id = runner.create("late", made, deadline_s=1e-6)
+        runner.feed(batch_id, made, file)
+        progress = runner.watch(batch_id)
+    assert progress.state is BatchState.EXPIRED
+    assert progress.counts[JobState.EXPIRED] == 5
+
+
+def test_answers_come_in_the_order_of_completion_when_asked_for(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [row | {"mark": n} for n, row in enumerate(rows(40))])
+    output = tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output, "--order", "completion")
+    assert done.exit_code == 0, done.output
+    answers = lines(output)
+    assert sorted(line["mark"] for line in answers) == list(range(40))
+    assert all(line["custom_id"] == f"line-{line['mark']}" for line in answers)
+    with Client(fleet.settings) as client:
+        ended = [client.status(line["job_id"]).finished_at for line in answers]
+    assert ended == sorted(moment for moment in ended if moment is not None)
+
+
+def test_unchanged_lines_of_another_night_are_not_run_again(fleet: Demo, tmp_path: Path) -> None:
+    tonight = rows(6)
+    source = write(tmp_path / "in.jsonl", tonight)
+    arguments = ("--reuse-days", "30")
+    first = bulk(fleet, "run", source, "-o", tmp_path / "one.jsonl", *arguments)
+    assert first.exit_code == 0, first.output
+    tonight[2]["prompt"] = "changed"
+    tonight[3]["temperature"] = 0.5  # drawn anew each night
+    for row in tonight:
+        row["custom_id"] += "-again"
+    write(source, tonight)
+    second = bulk(fleet, "run", source, "-o", tmp_path / "two.jsonl", *arguments)
+    assert second.exit_code == 0, second.output
+    old, new = lines(tmp_path / "one.jsonl"), lines(tmp_path / "two.jsonl")
+    with Client(fleet.settings) as client:
+        runs = [len(client.attempts(line["job_id"])) for line in new]
+    assert runs == [0, 0, 1, 1, 0, 0]
+    assert [line["text"] for line in new[:2]] == [line["text"] for line in old[:2]]
+    assert new[2]["text"] == "changed"
+    assert {line["job_id"] for line in old}.isdisjoint(line["job_id"] for line in new)
+
+
+def test_a_run_killed_at_any_moment_is_resumed_to_the_same_file(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", rows(700))
+    undisturbed = tmp_path / "whole.jsonl"
+    assert bulk(fleet, "run", source, "-o", undisturbed).exit_code == 0
+    command = [
+        sys.executable,
+        "-m",
+        "workers.cli",
+        "bulk",
+        "run",
+        str(source),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+    ]
+    environment = os.environ | {
+        "TOKENMILL_BROKER_URL": fleet.settings.broker_url,
+        "TOKENMILL_DATABASE_URL": fleet.settings.database_url,
+        "TOKENMILL_MODEL": fleet.settings.model,
+    }
+    process = subprocess.Popen(
+        [*command, "--in-flight", "50"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("Batch "):
+            batch_id = line.split()[1].rstrip(":")
+            break
+    process.kill()
+    process.wait(10)
+    process.stderr.close()
+    assert not (tmp_path / "out.jsonl").exists()
+    assert bulk(fleet, "resume", batch_id, "-o", tmp_path / "out.jsonl").exit_code == 0
+    timed = {"job_id", "seed", "queue_time_s", "time_to_first_token_s", "latency_s", "cached_tokens"}
+
+    def stable(path: Path) -> list[dict[str, Any]]:
+        return [{name: value for name, value in line.items() if name not in timed} for line in lines(path)]
+
+    assert stable(tmp_path / "out.jsonl") == stable(undisturbed)

@@ -41,9 +41,9 @@ def row(
 def export(
     rows: list[BatchRow], output: Path, monkeypatch: pytest.MonkeyPatch, source: bytes | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    monkeypatch.setattr(bulk_export, "iter_batch_rows", lambda connection, batch_id: iter(rows))
+    monkeypatch.setattr(bulk_export, "iter_batch_rows", lambda connection, batch_id, **_: iter(rows))
     file = None if source is None else io.BytesIO(source)
-    export_batch(None, "batch", output, source=file)  # type: ignore[arg-type]
+    export_batch(None, "batch", output, carried=None if file is None else read_carried(file))  # type: ignore[arg-type]
     return lines(output), lines(errors_path_for(output))
 
 
@@ -108,7 +108,7 @@ def test_a_failed_export_leaves_the_old_files_alone(tmp_path: Path, monkeypatch:
     output = tmp_path / "out.jsonl"
     output.write_text("old\n")
 
-    def broken(connection: object, batch_id: str) -> Any:
+    def broken(connection: object, batch_id: str, **_: object) -> Any:
         yield row(1)
         raise OSError("the database went away")
 

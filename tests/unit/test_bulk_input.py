@@ -18,6 +18,7 @@ from workers.bulk_input import (
     BulkLine,
     LineError,
     LineOptions,
+    distinct,
     parse_line,
     read_lines,
     validate,
@@ -168,7 +169,7 @@ def test_limit_and_after_count_in_lines_of_the_file() -> None:
 
 def test_validation_names_the_line_of_each_first_use() -> None:
     rows = [{"custom_id": name, "prompt": "x"} for name in ("a", "b", "a")]
-    found = validate(file_of(*rows), OPTIONS)
+    found = validate(distinct(read_lines(file_of(*rows), OPTIONS)))
     assert (found.lines, found.num_errors) == (3, 1)
     assert found.errors[0].line == 3
     assert "was used in line 1 (got 'a')" in found.errors[0].message
@@ -177,7 +178,10 @@ def test_validation_names_the_line_of_each_first_use() -> None:
 
 def test_validation_reports_the_extra_keys_and_only_some_of_many_errors() -> None:
     rows: list[dict[str, Any] | str] = ["{"] * 50
-    found = validate(file_of({"custom_id": "a", "prompt": "x", "answer": 1}, *rows), OPTIONS, shown_errors=3)
+    found = validate(
+        distinct(read_lines(file_of({"custom_id": "a", "prompt": "x", "answer": 1}, *rows), OPTIONS)),
+        shown_errors=3,
+    )
     assert found.extra_keys == {"answer"}
     assert (found.num_errors, len(found.errors)) == (50, 3)
     text = str(BulkInputError("in.jsonl", found.errors, found.num_errors))
@@ -200,7 +204,7 @@ def test_validation_needs_no_more_memory_for_a_longer_file() -> None:
     def peak(count: int) -> int:
         tracemalloc.start()
         try:
-            assert validate(Endless(count), OPTIONS).lines == count  # type: ignore[arg-type]
+            assert validate(distinct(read_lines(Endless(count), OPTIONS))).lines == count  # type: ignore[arg-type]
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from backend.api import ConfigurationError
+from backend.api import ConfigurationError, RequestError
+from workers.cli.bulk_work import (
+    export_files,
+    notice,
+    print_batches,
+    progress_dict,
+    report_files,
+    runner_for,
+    submit_only,
+    work,
+)
 from workers.cli.common import (
     BrokerOption,
     ChatOption,
@@ -19,22 +27,16 @@ from workers.cli.common import (
     ExitCode,
     JsonOption,
     ModelOption,
-    console,
     database,
-    errors,
     group,
+    one_of,
     params_from,
+    seconds_of,
     settings_from,
 )
 
 if TYPE_CHECKING:
-    from models_db.batches import BatchProgress
-    from workers.bulk import BulkRunner, BulkSource
-    from workers.client import Client
-    from workers.interrupt import Interruptible
-    from workers.progress import Reporter, Snapshot
-
-_PATIENCE_S = 5.0  # before a silent fleet is explained
+    from workers.bulk import BulkSource
 
 app = group(cls=CommandGroup, help="Run files of prompts, watch them, and export their answers.")
 
@@ -44,6 +46,15 @@ OutputOption = Annotated[
         "--output",
         "-o",
         help="File for the answers; failures go beside it to NAME.errors.jsonl.",
+        show_default=False,
+    ),
+]
+LaterOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Wait for it and write the answers here; without it, only start it.",
         show_default=False,
     ),
 ]
@@ -58,9 +69,21 @@ BatchArgument = Annotated[
 @app.command()
 def run(
     source: Annotated[
-        str, typer.Argument(metavar="INPUT", help="JSONL file; - reads standard input.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="INPUT", help="JSONL, CSV or Parquet file; - reads standard input.", show_default=False
+        ),
     ],
-    output: OutputOption,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the answers; failures go beside it to NAME.errors.jsonl, what was run to "
+            "NAME.manifest.json.",
+            show_default=False,
+        ),
+    ] = None,
     model: ModelOption = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="For lines that do not say.", show_default=False)
@@ -76,27 +99,75 @@ def run(
         int | None,
         typer.Option("--limit", min=1, help="Only so many lines from the top.", show_default=False),
     ] = None,
+    input_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="jsonl, openai, csv or parquet; told from the file when unset.",
+            show_default=False,
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option("--template", help="Prompt of a table's row: 'Summarise: {text}'.", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", help="System message before a table's prompts.", show_default=False),
+    ] = None,
+    id_column: Annotated[
+        str | None,
+        typer.Option("--id-column", help="Column that names a table's rows.", show_default=False),
+    ] = None,
     chat: ChatOption = True,
     strict: Annotated[
         bool,
         typer.Option("--strict", help="Refuse keys that are no fields instead of carrying them through."),
     ] = False,
+    refuse_bad: Annotated[
+        bool,
+        typer.Option("--refuse-bad", help="Start nothing when a line is bad; else it is one line of errors."),
+    ] = False,
     name: Annotated[
         str | None,
         typer.Option("--name", help="The batch's name; the file's when unset.", show_default=False),
     ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline", help="What has not ended by then expires: 6h, 90m, 30s.", show_default=False
+        ),
+    ] = None,
+    order: Annotated[
+        str, typer.Option("--order", help="Order of the answers: input or completion.")
+    ] = "input",
+    reuse_days: Annotated[
+        float | None,
+        typer.Option(
+            "--reuse-days",
+            min=0.001,
+            help="Take over answers to unchanged lines that came within so many days.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait/--no-wait", help="Wait and write the answers, or only submit and print the id."),
+    ] = True,
     in_flight: InFlightOption = 1000,
     broker_url: BrokerOption = None,
     database_url: DatabaseOption = None,
 ) -> None:
     """Run a file of prompts through the fleet and write the answers in the order of the input.
 
-    A line is a JSON object with a custom_id that is unique in the file, one of prompt, messages and token_ids,
+    A JSONL line is an object with a custom_id that is unique in the file, one of prompt, messages and token_ids,
     and any field of the payload (max_tokens, temperature, stop, …). Other keys, such as a reference answer, are
-    carried through to the output. Every line is checked before anything starts.
+    carried through to the output. OpenAI's batch lines are taken as they are and answered in their own form. The
+    rows of a CSV or Parquet file become prompts by --template.
 
-    A prompt is sent as one user message through the model's chat template; --no-chat sends it as raw text to
-    continue. Exits with 1 when any line failed.
+    Every line is checked before anything starts. A bad line becomes one line of the errors file. A prompt is
+    sent as one user message through the model's chat template; --no-chat sends it as raw text to continue.
+    Exits with 1 when any line failed.
 
     [bold]Examples[/bold]
 
@@ -104,18 +175,25 @@ def run(
 
       tokenmill bulk run gsm8k.jsonl -o out.jsonl --limit 200 --max-tokens 256
 
-      tokenmill bulk run books.jsonl -o out.jsonl --no-chat --temperature 0.8 -p top_p=0.95
+      tokenmill bulk run reviews.csv -o out.jsonl --template 'Sentiment of: {text}' --id-column id
+
+      tokenmill bulk run books.jsonl --no-wait --deadline 6h --reuse-days 30
 
       cat prompts.jsonl | tokenmill bulk run - -o out.jsonl
     """
     settings = settings_from(broker_url=broker_url, database_url=database_url)
     from workers import bulk
     from workers.bulk_export import check_output
+    from workers.bulk_formats import FORMATS, Shape, guess_format
     from workers.bulk_input import LineOptions
     from workers.client import Client
     from workers.interrupt import Interruptible
 
-    check_output(output, None if source == "-" else Path(source))
+    if wait:
+        if output is None:
+            raise RequestError("is needed", field="--output", fix="Name a file, or give --no-wait")
+        check_output(output, None if source == "-" else Path(source))
+    deadline_s = None if deadline is None else seconds_of(deadline, "--deadline")
     given = {"model": model or settings.model, "max_tokens": max_tokens, "temperature": temperature}
     defaults = params_from(param or []) | {key: value for key, value in given.items() if value is not None}
     options = LineOptions(
@@ -127,32 +205,62 @@ def run(
     )
     with Client(settings) as client, bulk.open_input(source) as file:
         client.engine()  # before the file is read: a missing database is the quicker error
-        made, found = bulk.validate_source(source, file, options)
-        if found.extra_keys:
-            _notice(f"Carried through to the output unchanged: {', '.join(sorted(found.extra_keys))}.")
+        kind = input_format or guess_format(source, file)
+        shape = Shape(
+            format=one_of(kind, FORMATS, "--format"),
+            template=template,
+            system=system,
+            id_column=id_column,
+        )
+        made, found = bulk.validate_source(
+            source,
+            file,
+            options,
+            shape,
+            refuse_bad=refuse_bad,
+            order=one_of(order, ("input", "completion"), "--order"),
+            reuse_days=reuse_days,
+        )
+        if found.extra_keys and shape.format != "openai":
+            notice(f"Carried through to the output unchanged: {', '.join(sorted(found.extra_keys))}.")
+        if found.num_errors:
+            first = found.errors[0]
+            notice(
+                f"{found.num_errors:,} bad lines go to the errors file, the first: line {first.line}: {first.message}"
+            )
         with Interruptible() as signals:
-            runner, show = _runner(client, in_flight, signals)
-            batch_id = runner.create(name or Path(source).name, made)
+            runner, show = runner_for(client, in_flight, signals)
+            batch_id = runner.create(name or Path(source).name, made, deadline_s=deadline_s)
             count = "1 line" if made.lines == 1 else f"{made.lines:,} lines"
-            _notice(f"Batch {batch_id}: {count} for {defaults['model']}.")
-            _work(client, runner, show, batch_id, made, file, output)
+            notice(f"Batch {batch_id}: {count} for {defaults['model']}.")
+            if wait:
+                assert output is not None
+                work(client, runner, show, batch_id, made, file, output)
+            else:
+                submit_only(runner, batch_id, made, file)
 
 
 @app.command()
 def resume(
     batch_id: BatchArgument,
-    output: OutputOption,
+    output: LaterOutput = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait and write the answers, or only submit the rest.")
+    ] = True,
     in_flight: InFlightOption = 1000,
     broker_url: BrokerOption = None,
     database_url: DatabaseOption = None,
 ) -> None:
     """Go on with a batch whose bulk run was stopped: feed the lines that are not in yet, watch, and export.
 
-    Jobs that have ended are not run again. The input file must be where it was, unchanged.
+    Jobs that have ended are not run again, and the files come out as those of an undisturbed run. The input file
+    must be where it was, unchanged.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       tokenmill bulk resume 0199f0c2-… -o out.jsonl
+
+      tokenmill bulk resume 0199f0c2-… --no-wait
     """
     settings = settings_from(broker_url=broker_url, database_url=database_url)
     from models_db.tables import BatchState
@@ -161,19 +269,27 @@ def resume(
     from workers.client import Client
     from workers.interrupt import Interruptible
 
-    check_output(output)
+    if wait:
+        if output is None:
+            raise RequestError("is needed", field="--output", fix="Name a file, or give --no-wait")
+        check_output(output)
     with Client(settings) as client, Interruptible() as signals:
-        runner, show = _runner(client, in_flight, signals)
+        runner, show = runner_for(client, in_flight, signals)
         progress = runner.progress(batch_id)
-        made = BulkSource.from_json(progress.source)
+        made: BulkSource | None = None
         try:
+            made = BulkSource.from_json(progress.source)
             with made.reopen() as file:
-                _work(client, runner, show, batch_id, made, file, output)
+                if not wait:
+                    submit_only(runner, batch_id, made, file)
+                    return
+                assert output is not None
+                work(client, runner, show, batch_id, made, file, output)
         except ConfigurationError as error:
-            if progress.state is BatchState.VALIDATING:
+            if progress.state is BatchState.VALIDATING or output is None:
                 raise  # not all of its lines are in, and only the file has the rest
-            _notice(f"{error}: keys of the input are not carried through.")
-            _work(client, runner, show, batch_id, made, None, output)
+            notice(f"{error}: keys of the input are not carried through.")
+            work(client, runner, show, batch_id, made, None, output)
 
 
 @app.command()
@@ -206,12 +322,12 @@ def status(
                 raise UnknownBatchError(batch_id)
             found = [one]
     if as_json:
-        shown = [_progress_dict(progress) for progress in found]
+        shown = [progress_dict(progress) for progress in found]
         typer.echo(json.dumps(shown if batch_id is None else shown[0], ensure_ascii=False))
     elif not found:
         typer.echo("No batch has been run. Start one: tokenmill bulk run INPUT.jsonl -o OUT.jsonl")
     else:
-        _print_batches(found)
+        print_batches(found)
 
 
 @app.command()
@@ -235,6 +351,57 @@ def cancel(batch_id: BatchArgument, database_url: DatabaseOption = None) -> None
     )
 
 
+@app.command("retry-failed")
+def retry_failed(
+    batch_id: BatchArgument,
+    output: LaterOutput = None,
+    also: Annotated[
+        list[str] | None, typer.Option("--also", help="Other ends to run again, too: cancelled, expired.")
+    ] = None,
+    in_flight: InFlightOption = 1000,
+    broker_url: BrokerOption = None,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Run the failed jobs of a batch again, under their own ids; those that succeeded are left alone.
+
+    Lines that were bad from the beginning stay as they are: correct the file for them.
+
+    [bold]Example[/bold]
+
+      tokenmill bulk retry-failed 0199f0c2-… -o out.jsonl
+    """
+    settings = settings_from(broker_url=broker_url, database_url=database_url)
+    from models_db import jobs
+    from models_db.session import transaction
+    from models_db.tables import JobState
+    from workers.bulk import BulkSource
+    from workers.bulk_export import check_output
+    from workers.client import Client
+    from workers.interrupt import Interruptible
+
+    if output is not None:
+        check_output(output)
+    states = [JobState.FAILED]
+    states += [JobState(one_of(each, ("cancelled", "expired"), "--also")) for each in also or []]
+    with Client(settings) as client, Interruptible() as signals:
+        runner, show = runner_for(client, in_flight, signals)
+        progress = runner.progress(batch_id)
+        again = transaction(
+            client.engine(), lambda conn: jobs.retry_failed(conn, batch_id=batch_id, states=states)
+        )
+        notice(f"{len(again):,} jobs of batch {batch_id} are queued again.")
+        runner.republish(batch_id)
+        if output is None:
+            return
+        try:
+            made = BulkSource.from_json(progress.source)
+            with made.reopen() as file:
+                work(client, runner, show, batch_id, made, file, output)
+        except ConfigurationError as error:
+            notice(f"{error}: keys of the input are not carried through.")
+            work(client, runner, show, batch_id, None, None, output)
+
+
 @app.command()
 def export(
     batch_id: BatchArgument,
@@ -251,7 +418,7 @@ def export(
     from models_db.errors import UnknownBatchError
     from models_db.session import reading
     from workers.bulk import BulkSource
-    from workers.bulk_export import check_output, export_batch
+    from workers.bulk_export import check_output
 
     check_output(output)
     with database(settings_from(database_url=database_url)) as engine:
@@ -260,156 +427,12 @@ def export(
         if progress is None:
             raise UnknownBatchError(batch_id)
         try:
-            with (
-                BulkSource.from_json(progress.source).reopen() as file,
-                reading(engine) as connection,
-            ):
-                exported = export_batch(connection, batch_id, output, source=file)
+            made = BulkSource.from_json(progress.source)
+            with made.reopen() as file:
+                exported = export_files(engine, progress, made, file, output)
         except ConfigurationError as error:
-            _notice(f"{error}: keys of the input are not carried through.")
-            with reading(engine) as connection:
-                exported = export_batch(connection, batch_id, output)
-    _report_files(output, exported.results, exported.errors)
+            notice(f"{error}: keys of the input are not carried through.")
+            exported = export_files(engine, progress, None, None, output)
+    report_files(output, exported.results, exported.errors)
     if exported.errors:
         raise typer.Exit(ExitCode.FAILED)
-
-
-# -------------------------------------------------------------------------------------------------------- helpers
-
-
-class _Shown:
-    """Passes progress on to what is shown at the moment, and says once when nobody seems to work on it."""
-
-    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
-        self.to: Reporter | None = None
-        self._client = client
-        self._clock = clock
-        self._ask_at = clock() + _PATIENCE_S
-
-    def __call__(self, progress: BatchProgress) -> None:
-        if self.to is not None:
-            self.to.update(snapshot_of(progress))
-        if progress.inserted and self._clock() >= self._ask_at:
-            self._ask_at = float("inf")
-            if progress.done == 0 and not _workers(self._client):
-                _notice("No worker runs: the jobs wait until one is started, with: tokenmill worker")
-
-
-def _workers(client: Client) -> int:
-    from models_db.session import reading
-    from models_db.workers import live_workers
-
-    with reading(client.engine()) as connection:
-        return len(live_workers(connection))
-
-
-def _runner(client: Client, in_flight: int, signals: Interruptible) -> tuple[BulkRunner, _Shown]:
-    from workers.bulk import BulkRunner
-
-    show = _Shown(client)
-    return BulkRunner(client, in_flight=in_flight, report=show, sleep=signals.sleep), show
-
-
-def _work(
-    client: Client,
-    runner: BulkRunner,
-    show: _Shown,
-    batch_id: str,
-    made: BulkSource,
-    file: Any,
-    output: Path,
-) -> None:
-    """Feed, watch, export; ends with the exit status that the outcome calls for."""
-    from models_db.session import reading
-    from workers.bulk_export import export_batch
-    from workers.progress import duration, reporter
-
-    began = time.monotonic()
-    try:
-        with reporter(errors(), "bulk") as shown:
-            show.to = shown
-            progress = runner.run(batch_id, made, file)
-    except KeyboardInterrupt:
-        _notice(
-            f"\nStopped watching; batch {batch_id} is as it was and its jobs go on. What you can do:\n"
-            f"  tokenmill bulk resume {batch_id} -o {output}     run the rest and write the answers\n"
-            f"  tokenmill bulk status {batch_id}\n"
-            f"  tokenmill bulk cancel {batch_id}"
-        )
-        raise
-    elapsed = time.monotonic() - began
-    with reading(client.engine()) as connection:
-        exported = export_batch(connection, batch_id, output, source=_at_start(file))
-    _notice(
-        f"{progress.state}: {progress.done:,} jobs, {progress.prompt_tokens:,} prompt and "
-        f"{progress.completion_tokens:,} new tokens in {duration(elapsed)} "
-        f"({progress.completion_tokens / max(elapsed, 1e-9):,.0f} tok/s)."
-    )
-    _report_files(output, exported.results, exported.errors)
-    if exported.errors or progress.done < made.lines:
-        raise typer.Exit(ExitCode.FAILED)
-
-
-def _at_start(file: Any) -> Any:
-    if file is not None:
-        file.seek(0)
-    return file
-
-
-def _report_files(output: Path, results: int, failures: int) -> None:
-    from workers.bulk_export import errors_path_for
-
-    _notice(f"{results:,} answers in {output}, {failures:,} failures in {errors_path_for(output)}.")
-
-
-def snapshot_of(progress: BatchProgress) -> Snapshot:
-    """The batch's progress as the reporters take it."""
-    from models_db.tables import JobState
-    from workers.progress import Snapshot
-
-    failed = progress.done - progress.counts.get(JobState.SUCCEEDED, 0)
-    total = progress.total if progress.total is not None else progress.inserted
-    running = progress.counts.get(JobState.RUNNING, 0)
-    return Snapshot(progress.done, total, failed, running, progress.completion_tokens)
-
-
-def _progress_dict(progress: BatchProgress) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    shown = asdict(progress) | {"done": progress.done}
-    shown["counts"] = {str(state): count for state, count in progress.counts.items()}
-    for name in ("created_at", "finished_at", "deadline_at"):
-        shown[name] = None if shown[name] is None else shown[name].isoformat()
-    return shown
-
-
-def _print_batches(found: list[BatchProgress]) -> None:
-    from rich.box import SIMPLE
-    from rich.markup import escape
-    from rich.table import Table
-
-    from models_db.tables import JobState
-
-    table = Table("batch", "name", "state", box=SIMPLE, pad_edge=False)
-    for column in ("lines", "done", "failed", "running", "queued", "new tok"):
-        table.add_column(column, justify="right")
-    table.add_column("created (UTC)")
-    for progress in found:
-        now = snapshot_of(progress)
-        table.add_row(
-            progress.id,
-            escape(progress.name),
-            str(progress.state),
-            f"{now.total:,}",
-            f"{now.done:,}",
-            f"{now.failed:,}",
-            f"{now.running:,}",
-            f"{progress.counts.get(JobState.QUEUED, 0):,}",
-            f"{progress.completion_tokens:,}",
-            f"{progress.created_at:%Y-%m-%d %H:%M}",
-        )
-    console().print(table)
-
-
-def _notice(text: str) -> None:
-    errors().print(text, markup=False)

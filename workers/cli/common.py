@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,6 +143,36 @@ def _console(terminal: bool, *, stderr: bool) -> Console:
 
     # In a file or a pipe nothing must be cut or wrapped at an imagined width.
     return Console(stderr=stderr, highlight=False, soft_wrap=not terminal, width=None if terminal else 160)
+
+
+def one_of(value: str, allowed: Sequence[str], option: str) -> Any:
+    """The value, when it is one that the option may have.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if value not in allowed:
+        raise RequestError("is not known", field=option, value=value, fix=f"Use {' or '.join(allowed)}")
+    return value
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds_of(text: str, option: str) -> float:
+    """``90``, ``30s``, ``15m``, ``6h`` or ``2d`` in seconds.
+
+    Raises:
+        RequestError: it is none of these, or not positive.
+    """
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise RequestError("is no length of time", field=option, value=text, fix="Write 90s, 15m, 6h or 2d")
+    return seconds
 
 
 def params_from(pairs: list[str]) -> dict[str, Any]:

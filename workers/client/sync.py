@@ -173,6 +173,11 @@ class Client:
         payload.check_limits(self.settings)
         return payload
 
+    def new_jobs(self, submissions: Sequence[Submission]) -> list[NewJob]:
+        """The rows that ``submit_payloads`` would insert, which are not inserted here."""
+        now = self._clock()
+        return [self._new_job(submission, now) for submission in submissions]
+
     def submit_payloads(self, submissions: Sequence[Submission]) -> list[JobHandle]:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
         now = self._clock()

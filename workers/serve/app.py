@@ -108,7 +108,7 @@ def make_app(
                         error,
                         exc_info=known.code == "internal_error",
                     )
-                return known.response()
+                return JSONResponse(known.body(), known.status, headers=known.headers())
 
         return Route(path, endpoint, methods=list(methods))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
 from models_db.errors import DatabaseError, IdempotencyConflictError, InvalidValueError, UnknownJobError
 from workers.broker import BrokerUnavailableError
@@ -29,12 +27,9 @@ class ApiError(Exception):
         """The JSON of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The answer."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        if self.status == 503:
-            headers["Retry-After"] = "1"
-        return JSONResponse(self.body(), self.status, headers=headers)
+    def headers(self) -> dict[str, str]:
+        """The answer's headers, beside those of any JSON."""
+        return {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(self.status, {})
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,0 +1,211 @@
+"""What the commands of ``tokenmill bulk`` share: feed, watch, export, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from workers.cli.common import ExitCode, console, errors
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from models_db.batches import BatchProgress
+    from workers.bulk import BulkRunner, BulkSource
+    from workers.bulk_export import Exported
+    from workers.client import Client
+    from workers.interrupt import Interruptible
+    from workers.progress import Reporter, Snapshot
+
+_PATIENCE_S = 5.0  # before a silent fleet is explained
+
+
+class Shown:
+    """Passes progress on to what is shown at the moment, and says once when nobody seems to work on it."""
+
+    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
+        self.to: Reporter | None = None
+        self._client = client
+        self._clock = clock
+        self._ask_at = clock() + _PATIENCE_S
+
+    def __call__(self, progress: BatchProgress) -> None:
+        if self.to is not None:
+            self.to.update(snapshot_of(progress))
+        if progress.inserted and self._clock() >= self._ask_at:
+            self._ask_at = float("inf")
+            if progress.done == 0 and not _workers(self._client):
+                notice("No worker runs: the jobs wait until one is started, with: tokenmill worker")
+
+
+def _workers(client: Client) -> int:
+    from models_db.session import reading
+    from models_db.workers import live_workers
+
+    with reading(client.engine()) as connection:
+        return len(live_workers(connection))
+
+
+def runner_for(client: Client, in_flight: int, signals: Interruptible) -> tuple[BulkRunner, Shown]:
+    from workers.bulk import BulkRunner
+
+    show = Shown(client)
+    return BulkRunner(client, in_flight=in_flight, report=show, sleep=signals.sleep), show
+
+
+def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource, file: Any) -> None:
+    """Make jobs of all lines and leave; the id alone goes to standard output, for scripts."""
+    try:
+        runner.feed(batch_id, made, file, bounded=False)
+    except KeyboardInterrupt:
+        notice(f"\nStopped half-way. Submit the rest: tokenmill bulk resume {batch_id} --no-wait")
+        raise
+    notice(f"Submitted. Wait and write the answers: tokenmill bulk resume {batch_id} -o OUT.jsonl")
+    typer.echo(batch_id)
+
+
+def work(
+    client: Client,
+    runner: BulkRunner,
+    show: Shown,
+    batch_id: str,
+    made: BulkSource | None,
+    file: Any,
+    output: Path,
+) -> None:
+    """Feed, watch, export; ends with the exit status that the outcome calls for."""
+    from workers.progress import duration, reporter
+
+    began = time.monotonic()
+    try:
+        with reporter(errors(), "bulk") as shown:
+            show.to = shown
+            if made is not None and file is not None:
+                runner.feed(batch_id, made, file)
+            progress = runner.watch(batch_id)
+    except KeyboardInterrupt:
+        notice(
+            f"\nStopped watching; batch {batch_id} is as it was and its jobs go on. What you can do:\n"
+            f"  tokenmill bulk resume {batch_id} -o {output}     run the rest and write the answers\n"
+            f"  tokenmill bulk status {batch_id}\n"
+            f"  tokenmill bulk cancel {batch_id}"
+        )
+        raise
+    elapsed = time.monotonic() - began
+    exported = export_files(client.engine(), progress, made, file, output)
+    notice(
+        f"{progress.state}: {progress.done:,} jobs, {progress.prompt_tokens:,} prompt and "
+        f"{progress.completion_tokens:,} new tokens in {duration(elapsed)} "
+        f"({progress.completion_tokens / max(elapsed, 1e-9):,.0f} tok/s)."
+    )
+    report_files(output, exported.results, exported.errors)
+    if exported.errors or (progress.total is not None and progress.done < progress.total):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def export_files(
+    engine: Engine, progress: BatchProgress, made: BulkSource | None, file: Any, output: Path
+) -> Exported:
+    """Write answers, errors and manifest."""
+    from models_db.session import reading
+    from workers.bulk_export import export_batch, write_manifest
+    from workers.openai_lines import openai_lines
+
+    openai = made is not None and made.made_of().format == "openai"
+    with reading(engine) as connection:
+        exported = export_batch(
+            connection,
+            progress.id,
+            output,
+            carried=made.carried(file) if made is not None and file is not None else None,
+            line=openai_lines(int(progress.created_at.timestamp())) if openai else None,
+            by_completion=made is not None and made.order == "completion",
+        )
+    write_manifest(output, _manifest(progress, made, exported))
+    return exported
+
+
+def _manifest(progress: BatchProgress, made: BulkSource | None, exported: Exported) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    ended = progress.finished_at
+    return {
+        "batch": progress.id,
+        "name": progress.name,
+        "state": str(progress.state),
+        "lines": progress.total,
+        "counts": {str(state): count for state, count in progress.counts.items()},
+        "results": exported.results,
+        "errors": exported.errors,
+        "prompt_tokens": exported.prompt_tokens,
+        "completion_tokens": exported.completion_tokens,
+        "created_at": progress.created_at.isoformat(),
+        "finished_at": None if ended is None else ended.isoformat(),
+        "elapsed_s": None if ended is None else round((ended - progress.created_at).total_seconds(), 3),
+        "input": None if made is None else json.loads(made.to_json()),
+        "version": version("tokenmill"),
+    }
+
+
+def report_files(output: Path, results: int, failures: int) -> None:
+    from workers.bulk_export import errors_path_for
+
+    notice(f"{results:,} answers in {output}, {failures:,} failures in {errors_path_for(output)}.")
+
+
+def snapshot_of(progress: BatchProgress) -> Snapshot:
+    """The batch's progress as the reporters take it."""
+    from models_db.tables import JobState
+    from workers.progress import Snapshot
+
+    failed = progress.done - progress.counts.get(JobState.SUCCEEDED, 0)
+    total = progress.total if progress.total is not None else progress.inserted
+    running = progress.counts.get(JobState.RUNNING, 0)
+    return Snapshot(progress.done, total, failed, running, progress.completion_tokens)
+
+
+def progress_dict(progress: BatchProgress) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    shown = asdict(progress) | {"done": progress.done}
+    shown["counts"] = {str(state): count for state, count in progress.counts.items()}
+    for name in ("created_at", "finished_at", "deadline_at"):
+        shown[name] = None if shown[name] is None else shown[name].isoformat()
+    return shown
+
+
+def print_batches(found: list[BatchProgress]) -> None:
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    from models_db.tables import JobState
+
+    table = Table("batch", "name", "state", box=SIMPLE, pad_edge=False)
+    for column in ("lines", "done", "failed", "running", "queued", "new tok"):
+        table.add_column(column, justify="right")
+    table.add_column("created (UTC)")
+    for progress in found:
+        now = snapshot_of(progress)
+        table.add_row(
+            progress.id,
+            escape(progress.name),
+            str(progress.state),
+            f"{now.total:,}",
+            f"{now.done:,}",
+            f"{now.failed:,}",
+            f"{now.running:,}",
+            f"{progress.counts.get(JobState.QUEUED, 0):,}",
+            f"{progress.completion_tokens:,}",
+            f"{progress.created_at:%Y-%m-%d %H:%M}",
+        )
+    console().print(table)
+
+
+def notice(text: str) -> None:
+    errors().print(text, markup=False)

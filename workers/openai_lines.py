@@ -1,0 +1,40 @@
+"""Lines of a batch's output as OpenAI's batch API writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models_db.batches import BatchRow
+from models_db.tables import JobState
+from workers.bulk_export import LineWriter
+from workers.serve.answers import CHAT, COMPLETION, Choice, Endpoint, whole
+
+
+def openai_lines(created: int) -> LineWriter:
+    """Makes the lines; ``created`` is the batch's time, in seconds since 1970. A line's own ``url`` is its endpoint."""
+
+    def line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
+        endpoint: Endpoint = COMPLETION if extra.get("url") == COMPLETION else CHAT
+        made: dict[str, Any] = {
+            "id": f"batch_req_{row.job_id}",
+            "custom_id": row.custom_id,
+            "response": None,
+            "error": None,
+        }
+        if row.result is not None and row.state is JobState.SUCCEEDED:
+            result = row.result
+            choice = Choice(
+                result.text,
+                result.finish_reason,
+                result.prompt_tokens,
+                result.completion_tokens,
+                result.cached_tokens,
+            )
+            body = whole(endpoint, row.job_id, row.model, created, [choice])
+            return made | {"response": {"status_code": 200, "request_id": row.job_id, "body": body}}
+        code = row.error_type or str(row.state)
+        message = row.error_message or f"the job is {row.state}"
+        return made | {"line": row.position, "error": {"code": code, "message": message}}
+
+    return line
