@@ -31,6 +31,7 @@ from workers.settings import load_settings
 
 _MODEL = "shape"
 _POLL_S = 0.1
+_SAMPLE_S = 1.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -44,7 +45,7 @@ class FleetFigures:
     tokens: int
     tokens_per_s: float
     worker_cpu_s: float  # of the worker's processes, while the work was under way
-    active: float  # share of GPU-busy time in the samples that saw work
+    active: float  # GPU-busy seconds of the samples that saw work, as a share of whole_s
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-safe values."""
@@ -82,7 +83,7 @@ def measure(
             "TOKENMILL_BROKER_URL": server.url,
             "TOKENMILL_DATABASE_URL": url,
             "TOKENMILL_MODEL": _MODEL,
-            "TOKENMILL_SAMPLE_INTERVAL_S": "1",
+            "TOKENMILL_SAMPLE_INTERVAL_S": str(_SAMPLE_S),
             **{
                 f"TOKENMILL_ENGINE_{name.upper()}": str(value)
                 for name, value in config.model_dump(mode="json", exclude_unset=True).items()
@@ -154,9 +155,6 @@ def _figures(database: Engine, work: Work, ids: list[str], slots: int, cpu_s: fl
         last = _known(connection.scalar(select(func.max(Job.finished_at)).where(since)))
         made = select(func.sum(Result.completion_tokens)).join(Job, Job.id == Result.job_id).where(since)
         tokens = connection.scalar(made)
-        worked = (EngineSample.sampled_at >= starts[0], EngineSample.generated_tokens > 0)
-        sums = select(func.sum(EngineSample.busy_s), func.sum(EngineSample.interval_s)).where(*worked)
-        busy, sampled = connection.execute(sums).one()
     if tokens != work.new_tokens:
         raise RuntimeError(f"{work.name}: {tokens} tokens are stored instead of {work.new_tokens}")
     whole = (last - starts[0]).total_seconds()
@@ -167,8 +165,20 @@ def _figures(database: Engine, work: Work, ids: list[str], slots: int, cpu_s: fl
         tokens=work.new_tokens,
         tokens_per_s=work.new_tokens / whole,
         worker_cpu_s=cpu_s,
-        active=busy / sampled if sampled else 0.0,
+        active=_busy_s(database, starts[0], work.new_tokens) / whole,
     )
+
+
+def _busy_s(database: Engine, since: datetime, tokens: int) -> float:
+    """GPU-busy seconds of the samples since then; waits for the last one, which comes at its interval."""
+    sums = select(func.sum(EngineSample.generated_tokens), func.sum(EngineSample.busy_s))
+    give_up = time.monotonic() + 3 * _SAMPLE_S
+    while True:
+        with reading(database) as connection:
+            sampled, busy = connection.execute(sums.where(EngineSample.sampled_at >= since)).one()
+        if (sampled or 0) >= tokens or time.monotonic() > give_up:
+            return float(busy or 0.0)
+        time.sleep(_POLL_S)
 
 
 def _known(moment: datetime | None) -> datetime:
