@@ -27,9 +27,14 @@ def bytes_per_block(layers: list[LayerShape], block_size: int, dtype: torch.dtyp
 
 
 def available_memory(device: torch.device, control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free bytes on a device: of the GPU, or of the machine's (and its control group's) main memory."""
+    """Free bytes on a device: of the GPU, or of the machine's (and its control group's) main memory.
+
+    A limit that the process has set itself by ``torch.cuda.set_per_process_memory_fraction`` counts too.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        on_device, total = torch.cuda.mem_get_info(device)
+        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return max(0, min(on_device, limit - torch.cuda.memory_reserved(device)))
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -51,16 +56,27 @@ def _reclaimable(control_group: Path) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
-def check_num_blocks(num_blocks: int, *, free_bytes: int, block_bytes: int) -> int:
+def memory_fraction(asked: float | None, device: torch.device) -> float:
+    """Share of the memory that is left for the cache: as asked for, else 0.9 of a GPU's and 0.5 of a machine's."""
+    return asked or (0.9 if device.type == "cuda" else 0.5)
+
+
+def check_num_blocks(num_blocks: int, *, free_bytes: int, block_bytes: int, needed_bytes: int = 0) -> int:
     """A number of blocks that the configuration asks for.
+
+    Args:
+        needed_bytes: of the free ones, for what else the engine will take.
 
     Raises:
         ConfigurationError: they are more than the memory could ever hold.
     """
-    if num_blocks * block_bytes > free_bytes:
+    left = max(0, free_bytes - needed_bytes)
+    if (num_blocks + 1) * block_bytes > left:  # and the dummy block
+        beside = f", of which steps need {needed_bytes / MIB:.0f} MiB" if needed_bytes else ""
         raise ConfigurationError(
             f"num_kv_blocks is {num_blocks}, which takes {num_blocks * block_bytes / MIB:.0f} MiB, but "
-            f"{free_bytes / MIB:.0f} MiB are free. Use at most {free_bytes // block_bytes}, or leave it unset"
+            f"{free_bytes / MIB:.0f} MiB are free{beside}. Use at most {max(0, left // block_bytes - 1)}, or leave "
+            "it unset"
         )
     return num_blocks
 
@@ -73,21 +89,27 @@ def choose_num_blocks(
     block_size: int,
     max_num_seqs: int,
     max_model_len: int,
+    needed_bytes: int = 0,
 ) -> int:
     """How many blocks to make: what the memory holds, but no more than all slots at full length could use.
+
+    Args:
+        needed_bytes: of the free ones, for what else the engine will take; ``fraction`` is of the rest.
 
     Raises:
         ConfigurationError: not even one sequence of ``max_model_len`` tokens fits; names the bytes.
     """
     one_sequence = -(-max_model_len // block_size)
     wanted = one_sequence * max_num_seqs
-    budget = int(free_bytes * fraction)
-    blocks = min(wanted, budget // block_bytes)
+    budget = int(max(0, free_bytes - needed_bytes) * fraction)
+    blocks = min(wanted, budget // block_bytes - 1)  # one is the dummy
     if blocks < one_sequence:
+        beside = f", less {needed_bytes / MIB:.1f} MiB that steps need," if needed_bytes else ""
         raise ConfigurationError(
             f"the KV cache does not fit: one sequence of {max_model_len} tokens needs "
-            f"{one_sequence * block_bytes / MIB:.1f} MiB, and {fraction:.3g} of the free memory is "
-            f"{budget / MIB:.1f} MiB. Lower max_model_len, raise kv_memory_fraction, or free memory on the device"
+            f"{(one_sequence + 1) * block_bytes / MIB:.1f} MiB, and {fraction:.3g} of the {free_bytes / MIB:.1f} MiB "
+            f"that are free{beside} is {budget / MIB:.1f} MiB. Lower max_model_len, raise kv_memory_fraction, or "
+            "free memory on the device"
         )
     return blocks
 

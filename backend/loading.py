@@ -11,7 +11,7 @@ import torch
 from backend.api import ConfigurationError, UnsupportedModelError
 from backend.attention.interface import ATTENTION_NAME, register_attention
 from backend.config import EngineConfig
-from backend.kv_cache import MIB, available_memory
+from backend.kv_cache import MIB, LayerShape, available_memory, bytes_per_block, memory_fraction
 from backend.model_source import ModelSource, check_reachable, resolve_model
 from backend.prompts import PromptEncoder
 from backend.support import check_supported, context_limit
@@ -94,7 +94,7 @@ def load_model(config: EngineConfig, *, attn_implementation: str = ATTENTION_NAM
     text_config = model_config.get_text_config(decoder=True)
     max_model_len = context_limit(text_config, config.max_model_len)
     dtype = _choose_dtype(config, model_config, device)
-    _check_size(model_config, dtype, device, config.trust_remote_code)
+    _check_size(config, model_config, dtype, device, max_model_len)
 
     if config.load_format == "dummy":
         model = _random_model(model_config, dtype, device, attn_implementation, config.trust_remote_code)
@@ -159,18 +159,51 @@ def _choose_dtype(config: EngineConfig, model_config: Any, device: torch.device)
     return own if isinstance(own, torch.dtype) and own != torch.float32 else torch.bfloat16
 
 
-def _check_size(model_config: Any, dtype: torch.dtype, device: torch.device, trust: bool) -> None:
+def _check_size(
+    config: EngineConfig, model_config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> None:
+    """Refuse what cannot fit before minutes are spent on loading it: the weights, and one sequence's cache."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
+        skeleton = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
     needed = sum(p.numel() for p in skeleton.parameters()) * dtype.itemsize
     free = available_memory(device)
+    name = str(dtype).removeprefix("torch.")
     if needed > free:
         raise ConfigurationError(
-            f"the model needs {needed / MIB:.0f} MiB for its weights in {str(dtype).removeprefix('torch.')}, but "
+            f"the model needs {needed / MIB:.0f} MiB for its weights in {name}, but "
             f"{free / MIB:.0f} MiB are free on {device}. Choose a smaller model or dtype, or free memory"
         )
+    if config.num_kv_blocks is not None:
+        return
+    blocks = -(-max_model_len // config.block_size)
+    layers = expected_layers(model_config.get_text_config(decoder=True))
+    sequence = blocks * bytes_per_block(layers, config.block_size, dtype)
+    share = memory_fraction(config.kv_memory_fraction, device)
+    if sequence > (free - needed) * share:
+        raise ConfigurationError(
+            f"the KV cache of one sequence of {max_model_len} tokens needs {sequence / MIB:.0f} MiB, but of the "
+            f"{free / MIB:.0f} MiB that are free on {device} the weights take {needed / MIB:.0f} MiB, and the cache "
+            f"gets {share:.3g} of the rest, {(free - needed) * share / MIB:.0f} MiB. Lower max_model_len, raise "
+            "kv_memory_fraction, choose a smaller model or dtype, or free memory"
+        )
+
+
+def expected_layers(text_config: Any) -> list[LayerShape]:
+    """The cache's layers as far as a configuration tells; the first forward pass shows what they really are."""
+    count = getattr(text_config, "num_hidden_layers", None)
+    attention_heads = getattr(text_config, "num_attention_heads", None)
+    heads = getattr(text_config, "num_key_value_heads", None) or attention_heads
+    size = getattr(text_config, "head_dim", None)
+    hidden = getattr(text_config, "hidden_size", None)
+    if size is None and isinstance(attention_heads, int) and isinstance(hidden, int):
+        size = hidden // attention_heads
+    if not (isinstance(count, int) and isinstance(heads, int) and isinstance(size, int)):
+        return []
+    return [LayerShape(heads, size)] * count
 
 
 def _random_model(

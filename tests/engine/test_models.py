@@ -19,7 +19,8 @@ from backend.assembly import build_engine, native_logits, probe_layers, verified
 from backend.attention.sdpa import SdpaKernel
 from backend.config import EngineConfig
 from backend.fused import find_pattern, fuse_layer
-from backend.loading import LoadedModel, load_model
+from backend.kv_cache import bytes_per_block
+from backend.loading import LoadedModel, expected_layers, load_model
 from backend.model_source import resolve_model
 from backend.runner import ModuleForward
 from tests.engine.conftest import TinyModel
@@ -306,6 +307,30 @@ def test_no_room_for_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             lambda _loaded: None,
             lambda: 0.0,  # type: ignore[arg-type, return-value]
         )
+
+
+def test_no_room_for_one_sequence_is_found_before_the_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(folder), tokenizer="none", device="cpu", dtype="float32", block_size=16)
+    loaded = load_model(config)
+    weights = sum(p.numel() for p in loaded.model.parameters()) * 4
+    layers = probe_layers(loaded).layers
+    assert expected_layers(loaded.model.config) == layers
+    sequence = -(-loaded.max_model_len // 16) * bytes_per_block(layers, 16, torch.float32)
+
+    def fail(*_args: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(loading, "_pretrained_model", fail)
+    monkeypatch.setattr(loading, "available_memory", lambda _device: weights + 2 * sequence - 2)
+    with pytest.raises(
+        ConfigurationError, match=r"KV cache of one sequence of \d+ tokens needs .*weights take"
+    ):
+        load_model(config)
+    monkeypatch.setattr(loading, "available_memory", lambda _device: weights + 2 * sequence)
+    with pytest.raises(AssertionError, match="weights were loaded"):
+        load_model(config)
 
 
 def test_no_room_for_the_blocks_that_were_asked_for(folder: Path) -> None:
