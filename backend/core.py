@@ -215,6 +215,8 @@ class EngineCore:
         self._living.clear()
         self._deadlines.clear()
         self.scheduler.abandon()
+        for slot in self.slots:
+            slot.abandon()
         self.failed += len(lost)
         return lost
 

@@ -6,6 +6,7 @@ int32 buffer, everything it yields comes back in another, so there is one copy e
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -388,6 +389,13 @@ class Slot:
         if self._poison:
             self._host_in.fill_(POISON)
             self._host_out.fill_(POISON)
+
+    def abandon(self) -> None:
+        """After a fault: never free the page-locked buffers. PyTorch would ask the device whether it still uses them,
+        and abort the process, at its end for one, where the device has failed."""
+        if self._streams.pin_memory:
+            for buffer in (self._host_in, self._host_out):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
 
 
 def _pack_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from backend.assembly import make_core
 from backend.config import EngineConfig
 from backend.streams import STREAM_NAMES, DelayedStreams, InOrderStreams, StreamName, make_streams
 
@@ -80,3 +82,24 @@ def test_a_configured_delay_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_delays_that_cannot_be(value: Any) -> None:
     with pytest.raises(ValidationError, match="debug_delay"):
         EngineConfig(debug_delay=value)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_buffers_outlive_an_engine_that_met_a_fault(pinned: bool) -> None:
+    """Freeing them would ask a device that may have failed, and abort."""
+    streams = InOrderStreams()
+    nothing: Any = None
+    core = make_core(
+        EngineConfig(),
+        runner=nothing,
+        num_blocks=4,
+        max_model_len=32,
+        device=CPU,
+        sink=nothing,
+        streams=streams,
+    )
+    streams.pin_memory = pinned  # allocated plainly all the same: there may be no device here
+    buffers = [buffer for slot in core.slots for buffer in (slot._host_in, slot._host_out)]
+    before = [sys.getrefcount(buffer) for buffer in buffers]
+    core.abandon()
+    assert [sys.getrefcount(buffer) for buffer in buffers] == [count + pinned for count in before]
