@@ -69,6 +69,8 @@ class ApiBatch(Base):
     output_file_id: Mapped[str | None] = mapped_column(String(40))
     error_file_id: Mapped[str | None] = mapped_column(String(40))
     labels: Mapped[dict[str, Any] | None] = mapped_column(JSONType)
+    feeder: Mapped[str | None] = mapped_column(String(36))  # which server makes its jobs and its files
+    feeder_beat: Mapped[int] = mapped_column(BigInteger)  # only its movement counts, never a clock
     created_at: Mapped[datetime] = mapped_column(UTCDateTime)
 
     __table_args__ = (Index(None, "tenant", "created_at"), MARIADB_TABLE)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby, islice
@@ -43,7 +43,7 @@ from workers.bulk_input import (
 )
 from workers.bulk_reuse import Reuser
 from workers.client import Client, Submission
-from workers.payload import queue_for
+from workers.payload import GeneratePayload, queue_for
 
 log = logging.getLogger(__name__)
 DEFAULT_IN_FLIGHT = 1000
@@ -99,10 +99,12 @@ class BulkSource:
         """What its lines are."""
         return Shape(**self.shape)
 
-    def rows(self, file: IO[bytes]) -> Iterator[BulkLine | LineError]:
-        """Every line from the beginning, checked."""
+    def rows(
+        self, file: IO[bytes], check: Callable[[GeneratePayload], None] | None = None
+    ) -> Iterator[BulkLine | LineError]:
+        """Every line from the beginning, checked, also by ``check``, which raises RequestError."""
         file.seek(0)
-        return distinct(read_rows(file, self.made_of(), self.options()))
+        return distinct(read_rows(file, self.made_of(), replace(self.options(), check=check)))
 
     def carried(self, file: IO[bytes]) -> Iterator[CarriedLine]:
         """What the lines' own keys are, from the beginning."""
@@ -287,7 +289,9 @@ class BulkRunner:
         self, batch_id: str, source: BulkSource, file: IO[bytes], progress: BatchProgress, bounded: bool
     ) -> None:
         fed = progress.inserted
-        lines = self._missing(batch_id, source.rows(file))
+        settings = self._client.settings
+        rows = source.rows(file, lambda payload: payload.check_limits(settings))
+        lines = self._missing(batch_id, rows)
         while progress.state is BatchState.VALIDATING:
             while (room := self._in_flight - (fed - progress.done) if bounded else _CHUNK) > 0:
                 chunk = list(islice(lines, min(room, _CHUNK)))

@@ -36,6 +36,7 @@ from workers.serve.requests import parse_chat, parse_completion
 
 Format = Literal["jsonl", "openai", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
+_ROUTING = frozenset({"tenant", "priority", "deadline_s"})  # fields of ours that no body of OpenAI's has
 _ROWS_AT_ONCE = 1000  # of a Parquet file
 _LONGEST_CELL = 16 * 1024 * 1024
 
@@ -198,13 +199,15 @@ def _parse_openai(number: int, data: Mapping[str, Any], options: LineOptions) ->
                 "is not served", field="url", value=data.get("url"), fix=f"Use {CHAT} or {COMPLETION}"
             )
         body = data.get("body")
-        request = parse({**options.defaults, **body} if isinstance(body, dict) else body)
+        ours = {name: value for name, value in options.defaults.items() if name in _ROUTING}
+        theirs = {name: value for name, value in options.defaults.items() if name not in _ROUTING}
+        request = parse({**theirs, **body} if isinstance(body, dict) else body)
         fields, *more = request.payloads()
         if more:
             raise RequestError(
                 "a line gives one answer", field="n", value=len(more) + 1, fix="Send more lines"
             )
-        payload = GeneratePayload.parse(fields | {"custom_id": named, "priority": BULK_PRIORITY})
+        payload = GeneratePayload.parse(fields | {"priority": BULK_PRIORITY} | ours | {"custom_id": named})
         if options.check is not None:
             options.check(payload)
     except ApiError as error:

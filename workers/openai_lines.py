@@ -11,11 +11,16 @@ from workers.bulk_export import LineWriter
 from workers.serve.answers import CHAT, COMPLETION, Choice, Endpoint, whole
 
 
-def openai_lines(created: int) -> LineWriter:
-    """Makes the lines; ``created`` is the batch's time, in seconds since 1970. A line's own ``url`` is its endpoint."""
+def openai_lines(created: int, endpoint: str = CHAT) -> LineWriter:
+    """Makes the lines.
+
+    Args:
+        created: the batch's time, in seconds since 1970.
+        endpoint: of lines that carry no ``url`` of their own.
+    """
 
     def line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
-        endpoint: Endpoint = COMPLETION if extra.get("url") == COMPLETION else CHAT
+        kind: Endpoint = COMPLETION if extra.get("url", endpoint) == COMPLETION else CHAT
         made: dict[str, Any] = {
             "id": f"batch_req_{row.job_id}",
             "custom_id": row.custom_id,
@@ -31,7 +36,7 @@ def openai_lines(created: int) -> LineWriter:
                 result.completion_tokens,
                 result.cached_tokens,
             )
-            body = whole(endpoint, row.job_id, row.model, created, [choice])
+            body = whole(kind, row.job_id, row.model, created, [choice])
             return made | {"response": {"status_code": 200, "request_id": row.job_id, "body": body}}
         code = row.error_type or str(row.state)
         message = row.error_message or f"the job is {row.state}"

@@ -163,7 +163,9 @@ class Settings(BaseSettings):
         description="port for Prometheus, off when unset; with several GPUs the second worker takes the next port",
     )
     metrics_host: str = Field(
-        "127.0.0.1", min_length=1, description="address that the metrics are served on; anybody there may read them"
+        "127.0.0.1",
+        min_length=1,
+        description="address that the metrics are served on; anybody there may read them",
     )
 
     prefetch_headroom: int | None = Field(
@@ -171,10 +173,25 @@ class Settings(BaseSettings):
         ge=0,
         description="deliveries held beyond the slots; the larger of 8 and a quarter of the slots when unset",
     )
+    prefetch_reserve: int | None = Field(
+        None,
+        ge=1,
+        description="deliveries held beyond that which are never bulk (priority 6 to 9), so that urgent jobs "
+        "reach the engine while bulk fills it; the larger of 4 and an eighth of the slots when unset",
+    )
+    bulk_min_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the slots for which bulk is taken first, however much is urgent",
+    )
     max_queue_age_s: float | None = Field(
         None, gt=0, description="a job that waited longer than this for a worker expires; no limit when unset"
     )
     max_prompt_chars: int = Field(1_000_000, ge=1, description="longest prompt text accepted, in characters")
+    max_file_bytes: int = Field(
+        200 * 2**20, ge=1, description="largest file that tokenmill serve accepts for a batch"
+    )
     finaliser_threads: int = Field(
         2, ge=1, le=4, description="threads that run Celery's tracer on finished jobs"
     )
@@ -204,6 +221,14 @@ class Settings(BaseSettings):
     )
     newer_payload_delay_s: float = Field(
         5.0, ge=0, description="how long a job with a newer payload version is held before it is handed back"
+    )
+    spool_dir: Path | None = Field(
+        None,
+        description="folder for results that wait while the database is away; "
+        "`$XDG_STATE_HOME/tokenmill/spool` (`~/.local/state/…`) when unset",
+    )
+    spool_max_mb: float = Field(
+        256.0, ge=0, description="largest file there; what is beyond waits in memory only"
     )
     restart_backoff_s: float = Field(
         1.0, gt=0, description="first pause before a dead worker process is restarted"
@@ -303,6 +328,10 @@ class Settings(BaseSettings):
     def headroom(self, slots: int) -> int:
         """Deliveries to hold beyond ``slots`` running ones, so that a slot never waits for a commit."""
         return max(8, slots // 4) if self.prefetch_headroom is None else self.prefetch_headroom
+
+    def reserve(self, slots: int) -> int:
+        """Deliveries to hold beyond that which are not bulk."""
+        return max(4, slots // 8) if self.prefetch_reserve is None else self.prefetch_reserve
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> dict[str, str]:

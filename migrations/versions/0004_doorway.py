@@ -74,6 +74,8 @@ def upgrade() -> None:
         sa.Column("output_file_id", sa.String(40), nullable=True),
         sa.Column("error_file_id", sa.String(40), nullable=True),
         sa.Column("labels", JSON, nullable=True),
+        sa.Column("feeder", sa.String(36), nullable=True),
+        sa.Column("feeder_beat", sa.BigInteger(), nullable=False),
         sa.Column("created_at", TIME, nullable=False),
         sa.ForeignKeyConstraint(
             ["batch_id"], ["batch.id"], name="fk_api_batch_batch_id_batch", ondelete="CASCADE"

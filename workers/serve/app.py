@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,55 +16,21 @@ from starlette.routing import Route
 
 from backend.api import TokenmillError
 from models_db.errors import DatabaseError
-from workers.client import AsyncClient
+from workers.client import AsyncClient, Client
+from workers.serve import batches, files
 from workers.serve.answers import CHAT, COMPLETION, DONE, Chunks, Endpoint, sse, whole
 from workers.serve.auth import Gate
+from workers.serve.call import Call
 from workers.serve.errors import ApiError, from_end, from_exception, invalid, not_found
+from workers.serve.feeder import BatchFeeder
 from workers.serve.generation import Continuous, Generation, choice_of
 from workers.serve.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from workers.settings import Settings
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[["Call"], Awaitable[Response]]
+Handler = Callable[[Call], Awaitable[Response]]
 _MOST_KEY = 200  # characters of an idempotency key
-
-
-class Call:
-    """One request, with who makes it."""
-
-    def __init__(self, request: Request, client: AsyncClient, tenant: str | None, timeout_s: float) -> None:
-        self.request = request
-        self.client = client
-        self.tenant = tenant
-        self.timeout_s = timeout_s
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the fleet."""
-        return self.client.sync.settings
-
-    async def json(self) -> object:
-        """The body.
-
-        Raises:
-            ApiError: it is no JSON, or larger than any prompt that is accepted.
-        """
-        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # also what keeps other sites' forms out
-            raise ApiError(415, "the body must be sent as application/json", kind="invalid_request_error")
-        most = 8 * self.settings.max_prompt_chars + 2**20
-        body = bytearray()
-        async for piece in self.request.stream():
-            body += piece
-            if len(body) > most:
-                raise ApiError(
-                    413, f"the body is larger than {most} bytes. Shorten it", kind="invalid_request_error"
-                )
-        try:
-            return json.loads(bytes(body))
-        except ValueError as error:
-            raise invalid(f"the body is no JSON: {error}") from None
 
 
 def make_app(
@@ -87,14 +52,20 @@ def make_app(
         async with AsyncClient(settings, threads=16) as client:
             app.state.client = client
             app.state.gate = Gate(client.sync, open_to_all=open_to_all)
-            yield
+            with Client(settings) as feeding:
+                app.state.feeder = BatchFeeder(feeding)
+                app.state.feeder.start()
+                try:
+                    yield
+                finally:
+                    await asyncio.to_thread(app.state.feeder.stop)
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
         async def endpoint(request: Request) -> Response:
             state = request.app.state
             try:
                 tenant = await state.gate.tenant(request)
-                return await handler(Call(request, state.client, tenant, timeout_s))
+                return await handler(Call(request, state.client, state.feeder, tenant, timeout_s))
             except Exception as error:
                 known = from_exception(error)
                 if known.status >= 500 and not isinstance(error, ApiError):
@@ -136,6 +107,15 @@ def make_app(
             route(COMPLETION, completion, "POST"),
             route("/v1/models", models, "GET"),
             route("/v1/models/{name:path}", model, "GET"),
+            route("/v1/files", files.upload, "POST"),
+            route("/v1/files", files.list_all, "GET"),
+            route("/v1/files/{file_id}", files.retrieve, "GET"),
+            route("/v1/files/{file_id}", files.delete, "DELETE"),
+            route("/v1/files/{file_id}/content", files.content, "GET"),
+            route("/v1/batches", batches.create, "POST"),
+            route("/v1/batches", batches.list_all, "GET"),
+            route("/v1/batches/{batch_id}", batches.retrieve, "GET"),
+            route("/v1/batches/{batch_id}/cancel", batches.cancel, "POST"),
             Route("/health", health, methods=["GET"]),
         ],
         lifespan=lifespan,

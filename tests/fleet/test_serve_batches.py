@@ -1,0 +1,243 @@
+"""Files and batches of the doorway, by the official client: run, cancelled, kept apart by tenant, taken over."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from models_db import api_batches, files, keys
+from models_db.session import transaction
+from tests.fleet.doorway import serving
+from tests.fleet.fleet import Fleet, RedisServer, wait_until
+from workers.client import Client
+from workers.serve.feeder import BatchFeeder
+
+
+@pytest.fixture(scope="module")
+def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('batches') / 'fleet.db'}"
+    running = Fleet(redis_server, url, max_file_bytes=100_000, models=["nobody"])
+    running.worker()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def url(fleet: Fleet) -> Iterator[str]:
+    with serving(fleet.settings) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def line(custom_id: str, words: str, **body: Any) -> str:
+    whole = {"model": "echo", "messages": [{"role": "user", "content": words}], "temperature": 0} | body
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": whole}
+    )
+
+
+def run(client: openai.OpenAI, *rows: str) -> Any:
+    """Upload, start, and wait for the end."""
+    name = ("in.jsonl", "\n".join(rows).encode())
+    file = client.files.create(file=name, purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"night": "monday"},
+    )
+    return wait_for_end(client, batch.id)
+
+
+def wait_for_end(client: openai.OpenAI, batch_id: str) -> Any:
+    def ended() -> Any:
+        found = client.batches.retrieve(batch_id)
+        return found if found.status in ("completed", "failed", "expired", "cancelled") else None
+
+    return wait_until(ended, 60, "the batch to end")
+
+
+def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    text = client.files.content(file_id).text
+    return [json.loads(row) for row in text.splitlines()]
+
+
+def test_a_batch_is_answered_line_by_line(client: openai.OpenAI) -> None:
+    rows = [line(f"q{n}", f"word{n}", max_tokens=1) for n in range(30)]
+    batch = run(client, *rows, "{broken", line("tool", "x", tools=[{}]))
+    assert batch.status == "completed"
+    assert batch.metadata == {"night": "monday"}
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (32, 30, 2)
+    answers = read(client, batch.output_file_id)
+    assert [answer["custom_id"] for answer in answers] == [f"q{n}" for n in range(30)]
+    body = answers[7]["response"]["body"]
+    assert body["choices"][0]["message"]["content"]
+    assert body["usage"]["completion_tokens"] == 1
+    broken, refused = read(client, batch.error_file_id)
+    assert (broken["custom_id"], broken["error"]["code"]) == (None, "malformed_json")
+    assert refused["custom_id"] == "tool"
+    assert [each.id for each in client.batches.list(limit=1).data] == [batch.id]
+    file = client.files.retrieve(batch.output_file_id)
+    assert file.bytes == len(client.files.content(file.id).content)
+    assert file.purpose == "batch_output"
+
+
+def test_a_file_without_a_good_line_fails_its_batch(client: openai.OpenAI) -> None:
+    batch = run(client, "{broken")
+    assert batch.status == "failed"
+    assert "1 bad line" in batch.errors.data[0].message
+    assert run(client).status == "failed"
+
+
+def test_a_batch_is_cancelled(client: openai.OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", line("a", "x", model="nobody").encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    client.batches.cancel(batch.id)
+    ended = wait_for_end(client, batch.id)
+    assert ended.status == "cancelled"
+    assert ended.request_counts.completed == 0
+
+
+def test_files_are_listed_read_and_deleted(client: openai.OpenAI, url: str) -> None:
+    made = [client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in range(3)]
+    newest, following = client.files.list(limit=2).data[:2]
+    assert [newest.id, following.id] == [made[2].id, made[1].id]
+    assert client.files.content(made[2].id).content == b"xx"
+    assert client.files.delete(made[0].id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(made[0].id)
+    with pytest.raises(openai.APIStatusError, match="max_file_bytes"):
+        client.files.create(file=("big.jsonl", b"x" * 100_001), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("a.jsonl", b"x"), purpose="vision")
+    assert httpx2.post(f"{url}/v1/files", data={"purpose": "batch"}).status_code == 400
+    assert httpx2.get(f"{url}/v1/files?limit=0").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": 5}, "input_file_id"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(client: openai.OpenAI, change: dict[str, Any], name: str) -> None:
+    given = {"input_file_id": "file-0", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.batches.create(**(given | change))
+    with pytest.raises(openai.NotFoundError, match="file-0"):
+        client.batches.create(**given)  # type: ignore[arg-type]
+
+
+def test_what_belongs_to_one_tenant_is_not_there_for_another(fleet: Fleet) -> None:
+    held = {
+        name: transaction(fleet.engine, lambda conn, name=name: keys.create_key(conn, tenant=name, name="t"))[
+            1
+        ]
+        for name in ("acme", "bolt")
+    }
+    with (
+        serving(fleet.settings, open_to_all=False) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key=held["acme"], max_retries=0) as acme,
+        openai.OpenAI(base_url=f"{address}/v1", api_key=held["bolt"], max_retries=0) as bolt,
+    ):
+        batch = run(acme, line("a", "one", max_tokens=1))
+        assert batch.status == "completed"
+        (answer,) = read(acme, batch.output_file_id)
+        status = fleet.status(answer["response"]["request_id"])
+        assert status is not None
+        assert status.tenant == "acme"
+        assert list(bolt.batches.list()) == []
+        assert list(bolt.files.list()) == []
+        for attempt in (
+            lambda: bolt.batches.retrieve(batch.id),
+            lambda: bolt.batches.cancel(batch.id),
+            lambda: bolt.files.retrieve(batch.output_file_id),
+            lambda: bolt.files.content(batch.output_file_id),
+            lambda: bolt.files.delete(batch.input_file_id),
+            lambda: bolt.batches.create(
+                input_file_id=batch.input_file_id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                attempt()
+
+
+def test_another_server_takes_a_batch_over_and_feeds_nothing_twice(fleet: Fleet) -> None:
+    """The first server dies in the middle of feeding; its counter stands still."""
+
+    class DiedError(Exception):
+        pass
+
+    moment = [0.0]
+    rows = "\n".join(line(f"q{n}", f"word{n}", max_tokens=1) for n in range(450)).encode()
+    with Client(fleet.settings) as client:
+        file = transaction(
+            client.engine(),
+            lambda conn: files.store_file(
+                conn, io.BytesIO(rows), tenant="", filename="in.jsonl", purpose="batch"
+            ),
+        )
+
+        def create(conn: Any) -> str:
+            from models_db import batches
+
+            batch_id = batches.create_batch(conn, name="in.jsonl")
+            api_batches.add_api_batch(
+                conn,
+                batch_id,
+                tenant="",
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+                input_file_id=file.id,
+                labels=None,
+            )
+            return batch_id
+
+        batch_id = transaction(client.engine(), create)
+        first = BatchFeeder(client, clock=lambda: moment[0])
+
+        def die(batch_id: str, seconds: float) -> None:
+            raise DiedError
+
+        first._between_chunks = die  # type: ignore[method-assign]
+        with pytest.raises(DiedError):
+            first.look()
+        second = BatchFeeder(client, clock=lambda: moment[0])
+        second.look()
+        with client.engine().connect() as conn:
+            held = api_batches.find_api_batch(conn, batch_id, "")
+        assert held is not None
+        assert held[1].inserted == 200, "the first one may still live"
+        moment[0] += 16.0
+
+        def written() -> str | None:
+            second.look()
+            with client.engine().connect() as conn:
+                found = api_batches.find_api_batch(conn, batch_id, "")
+            return found[0].output_file_id if found is not None else None
+
+        output = wait_until(written, 60, "the output")
+        assert output is not None
+        with client.engine().connect() as conn:
+            text = b"".join(files.read_file(conn, output)).decode()
+    answers = [json.loads(row)["custom_id"] for row in text.splitlines()]
+    assert answers == [f"q{n}" for n in range(450)]

@@ -1,0 +1,161 @@
+"""``/v1/batches``: a file of requests, run in bulk, answered by a file. A batch belongs to its tenant."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sqlalchemy import Connection
+from starlette.responses import JSONResponse, Response
+
+from models_db import api_batches, batches, files
+from models_db.api_batches import ApiBatchRecord
+from models_db.batches import BatchProgress
+from models_db.session import transaction
+from models_db.tables import BatchState, JobState
+from workers.serve.answers import CHAT, COMPLETION
+from workers.serve.call import Call, page_size
+from workers.serve.errors import invalid, not_found
+from workers.serve.files import listing
+
+_ENDPOINTS = (CHAT, COMPLETION)
+_WINDOW = "24h"
+_PREFIX = "batch_"
+
+
+class BatchRequest(BaseModel):
+    """The body of ``POST /v1/batches``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+
+
+def batch_object(record: ApiBatchRecord, progress: BatchProgress) -> dict[str, Any]:
+    """A batch as the API shows it."""
+
+    def when(moment: datetime | None) -> int | None:
+        return None if moment is None else int(moment.timestamp())
+
+    state = progress.state
+    written = record.output_file_id is not None
+    status = str(state)
+    if state.terminal and state is not BatchState.FAILED and not written:
+        status = "finalizing"
+    counts = progress.counts
+    failed = sum(counts[each] for each in (JobState.FAILED, JobState.EXPIRED, JobState.CANCELLED))
+    ended = when(progress.finished_at) if status != "finalizing" else None
+    errors = None
+    if progress.error is not None:
+        errors = {"object": "list", "data": [{"code": "invalid_input", "message": progress.error}]}
+    return {
+        "id": f"{_PREFIX}{record.batch_id}",
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "errors": errors,
+        "input_file_id": record.input_file_id,
+        "completion_window": record.completion_window,
+        "status": status,
+        "output_file_id": record.output_file_id,
+        "error_file_id": record.error_file_id,
+        "created_at": when(record.created_at),
+        "in_progress_at": when(record.created_at),
+        "expires_at": when(progress.deadline_at),
+        "completed_at": ended if state is BatchState.COMPLETED else None,
+        "failed_at": ended if state is BatchState.FAILED else None,
+        "expired_at": ended if state is BatchState.EXPIRED else None,
+        "cancelled_at": ended if state is BatchState.CANCELLED else None,
+        "request_counts": {
+            "total": progress.total or progress.inserted,
+            "completed": counts[JobState.SUCCEEDED],
+            "failed": failed,
+        },
+        "metadata": dict(record.labels) if record.labels is not None else None,
+    }
+
+
+async def create(call: Call) -> Response:
+    """``POST /v1/batches``."""
+    try:
+        request = BatchRequest.model_validate(await call.json())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        raise invalid(f"{path or 'the body'}: {first['msg']}", param=path or None) from None
+    if request.endpoint not in _ENDPOINTS:
+        raise invalid(f"endpoint: must be {' or '.join(_ENDPOINTS)}", param="endpoint")
+    if request.completion_window != _WINDOW:
+        raise invalid(f"completion_window: must be {_WINDOW}", param="completion_window")
+    tenant = call.tenant or ""
+
+    def make(conn: Connection) -> str | None:
+        record = files.find_file(conn, request.input_file_id, tenant)
+        if record is None:
+            return None
+        now = datetime.now(UTC)
+        batch_id = batches.create_batch(
+            conn, name=record.filename, deadline_at=now + timedelta(hours=24), at=now
+        )
+        api_batches.add_api_batch(
+            conn,
+            batch_id,
+            tenant=tenant,
+            endpoint=request.endpoint,
+            completion_window=request.completion_window,
+            input_file_id=record.id,
+            labels=request.metadata,
+            at=now,
+        )
+        return batch_id
+
+    batch_id = await asyncio.to_thread(lambda: transaction(call.client.sync.engine(), make))
+    if batch_id is None:
+        raise not_found("file", request.input_file_id)
+    call.feeder.wake()
+    return JSONResponse(batch_object(*await _find(call, batch_id)))
+
+
+async def retrieve(call: Call) -> Response:
+    """``GET /v1/batches/{id}``."""
+    return JSONResponse(batch_object(*await _find(call, _id_of(call))))
+
+
+async def list_all(call: Call) -> Response:
+    """``GET /v1/batches``, newest first."""
+    limit = page_size(call.request, most=100, default=20)
+    after = call.request.query_params.get("after")
+    look = partial(
+        api_batches.list_api_batches,
+        tenant=call.tenant or "",
+        after=None if after is None else after.removeprefix(_PREFIX),
+        limit=limit + 1,
+    )
+    found = await call.read(look)
+    shown = [batch_object(*each) for each in found[:limit]]
+    return JSONResponse(listing(shown, more=len(found) > limit))
+
+
+async def cancel(call: Call) -> Response:
+    """``POST /v1/batches/{id}/cancel``."""
+    record, _ = await _find(call, _id_of(call))
+    stop = partial(batches.request_cancel_batch, batch_id=record.batch_id)
+    await asyncio.to_thread(lambda: transaction(call.client.sync.engine(), stop))
+    call.feeder.wake()
+    return JSONResponse(batch_object(*await _find(call, record.batch_id)))
+
+
+def _id_of(call: Call) -> str:
+    return str(call.request.path_params["batch_id"]).removeprefix(_PREFIX)
+
+
+async def _find(call: Call, batch_id: str) -> tuple[ApiBatchRecord, BatchProgress]:
+    found = await call.read(partial(api_batches.find_api_batch, batch_id=batch_id, tenant=call.tenant or ""))
+    if found is None:
+        raise not_found("batch", f"{_PREFIX}{batch_id}")
+    return found

@@ -1,0 +1,228 @@
+"""Turns batches of the API into jobs, and their ends into files; a thread of the server.
+
+Any number of servers may run. Each batch is fed by one of them, which moves a counter in the batch's row; another
+takes the batch over when the counter has not moved for some seconds on its own clock. Whatever is killed, nothing is
+fed twice: lines that are in are passed over, and a line's id is unique in its batch.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import IO
+
+from sqlalchemy import Connection
+
+from backend.api import TokenmillError
+from models_db import api_batches, batches, files
+from models_db.api_batches import ApiBatchRecord
+from models_db.errors import DatabaseError, DuplicateCustomIdError
+from models_db.session import reading, transaction
+from models_db.tables import BatchState
+from workers.bulk import BulkRunner, BulkSource
+from workers.bulk_export import write_rows
+from workers.bulk_formats import Shape
+from workers.bulk_input import BulkInputError, LineError, validate
+from workers.client import Client
+from workers.openai_lines import openai_lines
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_DEAD_AFTER_S = 15.0
+_SPOOLED_BYTES = 32 * 2**20  # of a file that is read or written, in memory; the rest is on disk
+
+
+class _LostError(Exception):
+    """Another server has taken the batch over."""
+
+
+class _StoppedError(Exception):
+    """This server ends."""
+
+
+class BatchFeeder:
+    """See the module.
+
+    Args:
+        client: with a database; used by this thread alone.
+    """
+
+    def __init__(self, client: Client, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._id = str(uuid.uuid4())
+        self._seen: dict[str, tuple[int, float]] = {}  # other servers' counters, and since when they stand
+        self._next_beat = 0.0
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tokenmill-feeder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End after the present chunk; another server, or the next one, goes on from there."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.look()
+            except (DatabaseError, TokenmillError) as error:
+                log.warning("batches wait: %s", error)
+            except Exception:
+                log.exception("the feeder of batches met a fault; it goes on")
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+
+    def look(self) -> None:
+        """Do what there is to do for every open batch."""
+        with reading(self._client.engine()) as conn:
+            found = api_batches.open_api_batches(conn)
+        for record in found:
+            if self._stop.is_set():
+                return
+            if not self._is_mine(record):
+                continue
+            try:
+                self._advance(record)
+            except _StoppedError:
+                return
+            except _LostError:
+                log.warning("batch %s is fed by another server now", record.batch_id)
+            except DuplicateCustomIdError:
+                log.info("batch %s: another server has fed these lines", record.batch_id)
+
+    def _is_mine(self, record: ApiBatchRecord) -> bool:
+        if record.feeder == self._id:
+            return True
+        now = self._clock()
+        beat, since = self._seen.get(record.batch_id, (-1, now))
+        if beat != record.feeder_beat:
+            since = now
+            self._seen[record.batch_id] = (record.feeder_beat, now)
+        if record.feeder is not None and now - since < _DEAD_AFTER_S:
+            return False
+        take = partial(
+            api_batches.take_feeding,
+            batch_id=record.batch_id,
+            feeder=self._id,
+            seen_beat=record.feeder_beat,
+        )
+        return transaction(self._client.engine(), take)
+
+    def _advance(self, record: ApiBatchRecord) -> None:
+        with reading(self._client.engine()) as conn:
+            progress = batches.batch_progress(conn, record.batch_id)
+        if progress is None:
+            return
+        if progress.state is BatchState.VALIDATING:
+            self._feed(record)
+        end = partial(batches.finish_batch_if_done, batch_id=record.batch_id)
+        state = transaction(self._client.engine(), end)
+        if state is not None and record.output_file_id is None:
+            self._write(record)
+        else:
+            self._beat(record.batch_id)
+
+    def _beat(self, batch_id: str) -> None:
+        beat = partial(api_batches.beat_feeding, batch_id=batch_id, feeder=self._id)
+        if not transaction(self._client.engine(), beat):
+            raise _LostError
+
+    # -------------------------------------------------------------------------------------------------- feeding
+
+    def _feed(self, record: ApiBatchRecord) -> None:
+        with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as file:
+            with reading(self._client.engine()) as conn:
+                files.copy_to(files.read_file(conn, record.input_file_id), file)
+            try:
+                source = self._checked(record, file)
+            except BulkInputError as error:
+                fail = partial(
+                    batches.set_batch_state,
+                    batch_id=record.batch_id,
+                    state=BatchState.FAILED,
+                    error=str(error),
+                )
+                transaction(self._client.engine(), fail)
+                return
+            runner = BulkRunner(self._client, sleep=partial(self._between_chunks, record.batch_id))
+            runner.feed(record.batch_id, source, file, bounded=False)
+
+    def _between_chunks(self, batch_id: str, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise _StoppedError
+        if self._clock() >= self._next_beat:
+            self._next_beat = self._clock() + _LOOK_S
+            self._beat(batch_id)
+
+    def _checked(self, record: ApiBatchRecord, file: IO[bytes]) -> BulkSource:
+        source = BulkSource(
+            path=record.input_file_id,
+            sha256="",
+            lines=0,
+            defaults={"tenant": record.tenant} if record.tenant else {},
+            shape=Shape("openai").to_dict(),
+        )
+        settings = self._client.settings
+        found = validate(source.rows(file, lambda payload: payload.check_limits(settings)))
+        if found.num_errors == found.lines:
+            errors = found.errors or [LineError(1, "the file holds no line", "empty_file")]
+            raise BulkInputError(record.input_file_id, errors, max(found.num_errors, 1))
+        total = partial(
+            batches.set_batch_state, batch_id=record.batch_id, state=BatchState.VALIDATING, total=found.lines
+        )
+        transaction(self._client.engine(), total)
+        return source
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def _write(self, record: ApiBatchRecord) -> None:
+        """Write the files of a batch that has ended: what succeeded, and, where there is any, what did not."""
+        line = openai_lines(int(record.created_at.timestamp()), record.endpoint)
+        with (
+            tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as results,
+            tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as failures,
+        ):
+            texts = [io.TextIOWrapper(file, encoding="utf-8", newline="\n") for file in (results, failures)]
+            with reading(self._client.engine()) as conn:
+                written = write_rows(conn, record.batch_id, *texts, line=line)
+            for text in texts:
+                text.detach()
+
+            def store(conn: Connection) -> bool:
+                results.seek(0)  # the transaction may run more than once
+                failures.seek(0)
+                keep = partial(files.store_file, conn, tenant=record.tenant, purpose="batch_output")
+                output = keep(results, filename=f"{record.batch_id}_output.jsonl")
+                errors = None
+                if written.errors:
+                    errors = keep(failures, filename=f"{record.batch_id}_error.jsonl")
+                done = api_batches.set_output(
+                    conn,
+                    record.batch_id,
+                    self._id,
+                    output_file_id=output.id,
+                    error_file_id=None if errors is None else errors.id,
+                )
+                if not done:
+                    raise _LostError
+                return done
+
+            transaction(self._client.engine(), store)

@@ -1,0 +1,139 @@
+"""``/v1/files``: what batches are read from and written to. A file belongs to its tenant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from models_db import files
+from models_db.files import FileRecord
+from models_db.session import transaction
+from workers.serve.call import Call, page_size
+from workers.serve.errors import ApiError, invalid, not_found
+
+PURPOSES = ("batch",)
+
+
+def file_object(record: FileRecord) -> dict[str, Any]:
+    """A file as the API shows it."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.bytes,
+        "created_at": int(record.created_at.timestamp()),
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+    }
+
+
+async def upload(call: Call) -> Response:
+    """``POST /v1/files``, as a form with ``purpose`` and ``file``."""
+    most = call.settings.max_file_bytes
+    if int(call.request.headers.get("content-length") or 0) > most + 2**16:
+        raise too_large(most)
+    async with call.request.form(max_files=1, max_fields=10) as form:
+        purpose, file = form.get("purpose"), form.get("file")
+        if purpose not in PURPOSES:
+            raise invalid(f"purpose: must be {' or '.join(PURPOSES)}", param="purpose")
+        if not isinstance(file, UploadFile):
+            raise invalid("file: is missing. Send it as a file of the form", param="file")
+        if file.size is not None and file.size > most:
+            raise too_large(most)
+        store = partial(
+            files.store_file,
+            file=file.file,
+            tenant=call.tenant or "",
+            filename=file.filename or "file",
+            purpose=str(purpose),
+        )
+
+        def work() -> FileRecord:
+            def again(conn: Any) -> FileRecord:
+                file.file.seek(0)  # the transaction may run more than once
+                return store(conn)
+
+            return transaction(call.client.sync.engine(), again)
+
+        record = await asyncio.to_thread(work)
+    return JSONResponse(file_object(record))
+
+
+def too_large(most: int) -> ApiError:
+    """A file over the limit."""
+    return ApiError(
+        413,
+        f"file: is larger than max_file_bytes ({most}). Split it, or raise TOKENMILL_MAX_FILE_BYTES",
+        kind="invalid_request_error",
+        param="file",
+    )
+
+
+async def list_all(call: Call) -> Response:
+    """``GET /v1/files``, newest first."""
+    limit = page_size(call.request, most=10_000, default=100)
+    query = call.request.query_params
+    look = partial(
+        files.list_files,
+        tenant=call.tenant or "",
+        purpose=query.get("purpose"),
+        after=query.get("after"),
+        limit=limit + 1,
+    )
+    found = await call.read(look)
+    shown = [file_object(record) for record in found[:limit]]
+    return JSONResponse(listing(shown, more=len(found) > limit))
+
+
+def listing(shown: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
+    """A page of a list."""
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": more,
+    }
+
+
+async def retrieve(call: Call) -> Response:
+    """``GET /v1/files/{id}``."""
+    return JSONResponse(file_object(await _file(call)))
+
+
+async def content(call: Call) -> Response:
+    """``GET /v1/files/{id}/content``: its bytes, a piece at a time."""
+    record = await _file(call)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        number = 0
+        while (
+            data := await call.read(partial(files.read_chunk, file_id=record.id, number=number))
+        ) is not None:
+            yield data
+            number += 1
+
+    return StreamingResponse(
+        pieces(), media_type="application/octet-stream", headers={"Content-Length": str(record.bytes)}
+    )
+
+
+async def delete(call: Call) -> Response:
+    """``DELETE /v1/files/{id}``."""
+    record = await _file(call)
+    remove = partial(files.delete_file, file_id=record.id, tenant=record.tenant)
+    await asyncio.to_thread(lambda: transaction(call.client.sync.engine(), remove))
+    return JSONResponse({"id": record.id, "object": "file", "deleted": True})
+
+
+async def _file(call: Call) -> FileRecord:
+    file_id = call.request.path_params["file_id"]
+    record = await call.read(partial(files.find_file, file_id=file_id, tenant=call.tenant or ""))
+    if record is None:
+        raise not_found("file", file_id)
+    return record
