@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,3 +258,18 @@ def test_top_sees_workers_queues_and_open_batches(sample: Engine) -> None:
     assert [(batch.name, batch.done, batch.total) for batch in now.batches] == [("reports-0305", 5, 12)]
     assert now.tokens_per_s == pytest.approx(sum(each.tokens_per_s or 0 for each in now.workers))
     assert now.rolled_until == END
+
+
+def dashboard_queries() -> list[tuple[str, str]]:
+    path = Path(__file__).parents[2] / "examples" / "grafana" / "tokenmill.json"
+    panels = json.loads(path.read_text(encoding="utf-8"))["panels"]
+    return [(panel["title"], target["rawSql"]) for panel in panels for target in panel["targets"]]
+
+
+@pytest.mark.parametrize(("title", "sql"), dashboard_queries(), ids=lambda part: part[:20])
+def test_every_panel_of_the_dashboard_has_something_to_show(title: str, sql: str, sample: Engine) -> None:
+    within = r"\1 BETWEEN '2026-03-02 12:00:00' AND '2026-03-05 12:00:00'"
+    with sample.connect() as conn:
+        rows = conn.execute(text(re.sub(r"\$__timeFilter\(([\w.]+)\)", within, sql))).all()
+    assert rows, title
+    assert any(value is not None for value in rows[0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
+import urllib.request
 import uuid
 from typing import Any
 
@@ -20,7 +22,7 @@ from models_db.rollup_tables import JobHour, ThroughputHour
 from models_db.tables import AttemptOutcome, EngineSample, JobState
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.fleet import Fleet, WorkerProcess, wait_until
-from tests.servers import fresh_database, private_server
+from tests.servers import free_port, fresh_database, private_server
 from workers.control import CANCEL_COMMAND
 
 SLOW = {"engine": {"echo_tokens_per_s": 20, "max_num_seqs": 4}}
@@ -32,7 +34,7 @@ def ids(count: int) -> list[str]:
 
 def test_submit_to_result_on_each_database(make_fleet: MakeFleet, any_database_url: str) -> None:
     fleet = make_fleet(any_database_url)
-    worker = fleet.worker()
+    worker = fleet.worker(metrics_port=(port := free_port()))
     for job_id in (jobs := ids(40)):
         fleet.submit(job_id, prompt="one two three", max_tokens=4, return_token_ids=True, temperature=0.5)
     assert set(fleet.wait_all(jobs).values()) == {JobState.SUCCEEDED}
@@ -45,6 +47,8 @@ def test_submit_to_result_on_each_database(make_fleet: MakeFleet, any_database_u
     assert status is not None
     assert (status.attempt, status.owner, status.error_type) == (1, None, None)
     fleet.wait_drained()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as metrics:
+        assert re.search(r"^tokenmill_requests_finished_total\{.*\} 40.0$", metrics.read().decode(), re.M)
     assert worker.stop() == 0
     assert fleet.worker_states() == ["stopped"]
     with fleet.engine.connect() as conn:
