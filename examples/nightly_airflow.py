@@ -1,0 +1,47 @@
+"""A night's file from Airflow: submit, wait without a slot, collect.
+
+Copy it into the DAGs folder. Tokenmill's settings (TOKENMILL_BROKER_URL, TOKENMILL_DATABASE_URL) come from the
+environment of the Airflow workers, which need the light base package.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from airflow.decorators import dag, task
+from airflow.sensors.base import PokeReturnValue
+
+FOLDER = "/data"
+
+
+@dag(schedule="15 1 * * *", start_date=datetime(2026, 1, 1), catchup=False)
+def nightly_prompts() -> None:
+    """prompts.jsonl to answers.jsonl."""
+
+    @task.bash
+    def submit() -> str:
+        return f"tokenmill bulk run {FOLDER}/prompts.jsonl --no-wait --deadline 6h"  # prints the batch's id
+
+    @task.sensor(poke_interval=60, timeout=7 * 3600, mode="reschedule")
+    def finished(batch_id: str) -> PokeReturnValue:
+        from models_db.batches import batch_progress
+        from models_db.session import make_engine, reading
+        from workers.settings import load_settings
+
+        engine = make_engine(load_settings().database_url)
+        try:
+            with reading(engine) as connection:
+                progress = batch_progress(connection, batch_id)
+        finally:
+            engine.dispose()
+        done = progress is not None and progress.total is not None and progress.done >= progress.total
+        return PokeReturnValue(is_done=done, xcom_value=batch_id)
+
+    @task.bash
+    def collect(batch_id: str) -> str:
+        return f"tokenmill bulk resume {batch_id} -o {FOLDER}/answers.jsonl"
+
+    collect(finished(submit()))
+
+
+nightly_prompts()
