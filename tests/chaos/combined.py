@@ -43,7 +43,12 @@ def run_combined(
     """Make the plan of ``seed``, carry it out on a new world, and judge."""
     plan = make_plan(seed, seconds, jobs or int(JOBS_A_MINUTE * seconds / 60), kinds)
     engine = {"echo_tokens_per_s": TOKENS_PER_S, "max_num_seqs": 32}
-    options = {"engine": engine, "backend": "tests.chaos.backends:aborts", "shutdown_grace_s": GRACE_S}
+    options: dict[str, Any] = {
+        "engine": engine,
+        "backend": "tests.chaos.backends:aborts",
+        "shutdown_grace_s": GRACE_S,
+        "restart_backoff_max_s": 2.0,  # for a worker that is killed every few seconds on purpose
+    }
     with world(folder, "postgresql", persistent=True, **options) as made:
         made.workers(2, supervised=True)
         return Run(made, plan, say).carry_out()
@@ -129,6 +134,8 @@ class Run:
     def _freeze_past_death(self, step: Step, rng: random.Random) -> None:
         seat = self._seat(rng)
         pid = seat.signal(signal.SIGSTOP)
+        if pid is not None:
+            self._world.harmed.add(pid)
         time.sleep(step.lasts)
         if pid is not None and seat.pid() == pid:
             seat.signal(signal.SIGCONT)

@@ -32,6 +32,9 @@ class Verdict:
     attempts: dict[str, int] = field(default_factory=dict)  # by outcome
     recoveries: list[Recovery] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
+    # Failed, because two workers died while they ran the job alone: but it was us who killed them. Nobody can tell
+    # that from a prompt that kills; told, not judged.
+    blamed: int = 0
     tracebacks: dict[str, int] = field(default_factory=dict)  # by worker; told, not judged
 
     @property

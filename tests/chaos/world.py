@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from models_db import jobs as job_rows
 from models_db.errors import DatabaseError
 from models_db.migrate import upgrade
 from models_db.session import make_engine, reading
-from models_db.tables import Attempt, EngineSample, Job, JobState, Result, Worker, WorkerState
+from models_db.tables import Attempt, AttemptOutcome, EngineSample, Job, JobState, Result, Worker, WorkerState
 from tests.chaos import witness
 from tests.chaos.jobs import Expected, expected
 from tests.chaos.proxy import Proxy
@@ -63,6 +64,9 @@ class World:
     queue: str
     seats: list[Seat] = field(default_factory=list)
     expected: dict[str, Expected] = field(default_factory=dict)
+    harmed: set[int] = field(
+        default_factory=set
+    )  # processes that were killed, or frozen until they counted as dead
     timeline: Timeline = field(default_factory=Timeline)
     _keys: Iterator[int] = field(default_factory=itertools.count)
 
@@ -98,6 +102,7 @@ class World:
     def kill(self, *seats: Seat) -> Kill:
         """SIGKILL these workers at once, and note what they held."""
         pids = [pid for seat in seats if (pid := seat.pid()) is not None]
+        self.harmed.update(pids)
         with contextlib.suppress(DatabaseError, DBAPIError):
             held, incarnations = self._held(pids)
             at = time.time()
@@ -277,26 +282,35 @@ class World:
             row.id: row for row in conn.execute(select(Job.id, Job.state, Job.error_type, Job.error_message))
         }
         texts = {row.job_id: row.text for row in conn.execute(select(Result.job_id, Result.text))}
+        outcomes: dict[str, list[str]] = {}
+        for job_id, outcome in conn.execute(select(Attempt.job_id, Attempt.outcome).order_by(Attempt.number)):
+            outcomes.setdefault(job_id, []).append(str(outcome or "open"))
+        lost = select(Attempt.job_id, Worker.pid).join(Worker, Worker.id == Attempt.worker_id)
+        deaths_by_us = Counter(
+            row.job_id
+            for row in conn.execute(lost.where(Attempt.outcome == AttemptOutcome.LOST))
+            if row.pid in self.harmed
+        )
         verdict.jobs = len(rows.keys() | self.expected.keys())
         for job_id in self.expected.keys() - rows.keys():
             verdict.lost[job_id] = "has no row"
         for job_id, row in rows.items():
             if not JobState(row.state).terminal:
-                verdict.lost[job_id] = f"is {row.state} with attempts {self.attempts(job_id)}"
+                verdict.lost[job_id] = f"is {row.state} after the attempts {outcomes.get(job_id, [])}"
+            elif row.error_type == "WorkerDiedError" and deaths_by_us.get(job_id, 0) >= 2:
+                verdict.blamed += 1
             elif complaint := self._complaint(job_id, row, texts.get(job_id)):
-                verdict.wrong[job_id] = complaint
+                verdict.wrong[job_id] = f"{complaint}, after the attempts {outcomes.get(job_id, [])}"
         job_changes = witness.changes(conn, "job")
         verdict.double = witness.twice_ended(job_changes, witness.changes(conn, "result"))
         ended = {change.id for change in job_changes if change.after in witness.TERMINAL}
         if unseen := {job_id for job_id, row in rows.items() if JobState(row.state).terminal} - ended:
             verdict.wrong |= dict.fromkeys(unseen, "ended without the witness")
-        counts: dict[tuple[str, str], int] = {}
-        for job_id, outcome in conn.execute(select(Attempt.job_id, Attempt.outcome)):
-            counts[job_id, str(outcome or "open")] = counts.get((job_id, str(outcome or "open")), 0) + 1
-        for (job_id, outcome), count in counts.items():
-            if outcome in ("succeeded", "open") and count > (outcome == "succeeded"):
-                verdict.wrong.setdefault(job_id, f"has {count} {outcome} attempts")
-            verdict.attempts[outcome] = verdict.attempts.get(outcome, 0) + count
+        for job_id, ends in outcomes.items():
+            if ends.count("succeeded") > 1 or "open" in ends:
+                verdict.wrong.setdefault(job_id, f"has the attempts {ends}")
+            for end in ends:
+                verdict.attempts[end] = verdict.attempts.get(end, 0) + 1
         verdict.recoveries = self.timeline.recoveries(job_changes, witness.changes(conn, "worker"))
 
     def _complaint(self, job_id: str, row: Any, text: str | None) -> str | None:
@@ -304,7 +318,7 @@ class World:
         if wanted is None:
             return f"was never submitted ({row.state}: {row.error_type})"
         found = wanted.complaint(str(row.state), text)
-        return found and f"{found} ({row.error_type}: {row.error_message}, attempts {self.attempts(job_id)})"
+        return found and f"{found} ({row.error_type}: {row.error_message})"
 
     def _wait_ended(self, timeout_s: float) -> None:
         def ended() -> bool:
