@@ -23,7 +23,7 @@ from backend.attention.sdpa import SdpaKernel
 from backend.blocks import BlockAllocator
 from backend.config import EngineConfig
 from backend.core import EngineCore, OutputSink
-from backend.graphs import GraphRunner, decode_buckets
+from backend.graphs import GraphRunner, decode_buckets, shared_bytes
 from backend.kv_cache import (
     KVCache,
     LayerShape,
@@ -34,9 +34,10 @@ from backend.kv_cache import (
 )
 from backend.loading import LoadedModel, load_model, unsupported
 from backend.packed_linear import pack_linears
+from backend.row_params import padding_column
 from backend.rows import RowTable
 from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage, StepForward
-from backend.sampling import PenaltyState, SamplingBatch
+from backend.sampling import PenaltyState
 from backend.scheduler import Scheduler, StepPlan
 from backend.slots import Slot, SlotLimits, StepInputs, StepLayout, StepShape
 from backend.streams import Streams, make_streams
@@ -66,7 +67,12 @@ class EngineParts:
         kind = "modules" if isinstance(self.forward, ModuleForward) else "fused"
         if not isinstance(self.runner, GraphRunner):
             return {"layers": kind}
-        return {"layers": kind, "graphs": self.runner.num_graphs, "graph_bytes": self.runner.pool_bytes}
+        return {
+            "layers": kind,
+            "graphs": self.runner.num_graphs,
+            "graph_bytes": self.runner.pool_bytes,
+            "graph_shared_bytes": self.runner.shared_bytes,
+        }
 
 
 def build_engine(
@@ -85,17 +91,20 @@ def build_engine(
     if loaded.device.type == "cpu":
         logger.info("%d linear layers packed for this CPU", pack_linears(loaded.model))
     cache = make_cache(config, loaded, probe.layers)
-    sampling = SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=config.max_num_seqs)
-    runner: ModelRunner | GraphRunner = ModelRunner(forward, cache, sampling)
+    runner: ModelRunner | GraphRunner
     if config.cuda_graphs and can_capture(loaded, probe.layers, kernel, forward, config.block_size):
         runner = GraphRunner(
             forward,
             cache,
-            sampling,
+            vocab_size=loaded.vocab_size,
+            dtype=loaded.dtype,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_blocks=-(-loaded.max_model_len // config.block_size),
         )
+    else:
+        sampling = SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=config.max_num_seqs)
+        runner = ModelRunner(forward, cache, sampling)
     core = make_core(
         config,
         runner=runner,
@@ -217,11 +226,14 @@ def make_core(
     """The host side of an engine around any runner; tests and benchmarks give it a stub."""
     streams = streams or make_streams(device, config.debug_delay)
     allocator = BlockAllocator(num_blocks, prefix_cache=config.prefix_cache)
+    # At least one sequence with penalties can be admitted, whatever its length.
+    penalty_tokens = max_model_len + config.max_num_batched_tokens
     scheduler = Scheduler(
         allocator,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_penalty_tokens=penalty_tokens,
         prefix_cache=config.prefix_cache,
     )
     max_blocks = -(-max_model_len // config.block_size)
@@ -230,6 +242,7 @@ def make_core(
         rows=config.max_num_seqs,
         blocks=max_blocks,
         logprobs=MAX_LOGPROBS,
+        penalty_tokens=penalty_tokens,
     )
     slots = (
         Slot(limits, device, streams, poison=config.debug_poison),
@@ -253,8 +266,10 @@ def make_core(
 
 def make_cache(config: EngineConfig, loaded: LoadedModel, layers: list[LayerShape]) -> KVCache:
     """The cache, sized by the configuration or by the memory that is free now that the model is loaded."""
-    # Penalty rows are made when the first request asks for them: their room stays free until then.
+    # What is made later keeps its room: logits and sampling's buffers of graphs, or penalty rows on first use.
     reserved = PenaltyState.num_bytes(config.max_num_seqs, loaded.vocab_size)
+    if loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        reserved = max(reserved, shared_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype))
     free_bytes = max(0, available_memory(loaded.device) - reserved)
     block_bytes = bytes_per_block(layers, config.block_size, loaded.dtype)
     if config.num_kv_blocks is not None:
@@ -375,13 +390,10 @@ def _single_row(
         prefill_starts=ints([int(decode), count]),
         block_table=ints(list(range(-(-end // block_size))))[None],
         sample_tokens=ints(list(range(count))),
-        temperature=torch.zeros(count, device=device),
-        top_k=ints([0] * count),
-        top_p=torch.ones(count, device=device),
-        min_p=torch.zeros(count, device=device),
-        seed=torch.zeros(count, dtype=torch.int64, device=device),
-        output_index=ints([0] * count),
-        sampling=SamplingBatch.empty(),
+        seeds=torch.zeros(count, dtype=torch.int64, device=device),
+        params=torch.from_numpy(padding_column())[:, None].repeat(1, count).to(device),
+        lists=ints([]),
+        packed=ints([]),
     )
     shape = StepShape(num_decode=int(decode), has_prefill=not decode, query_lengths=[count], kv_lengths=[end])
     return inputs, shape

@@ -236,9 +236,5 @@ def _logprob(
     token: int, index: int, alternatives: int, output: tuple[list[float], list[list[int]], list[list[float]]]
 ) -> TokenLogprob:
     chosen, ids, values = output
-    top = (
-        tuple(zip(ids[index][:alternatives], values[index][:alternatives], strict=True))
-        if alternatives
-        else ()
-    )
-    return TokenLogprob(token, chosen[index], top)
+    pairs = zip(ids[index][:alternatives], values[index][:alternatives], strict=True)
+    return TokenLogprob(token, chosen[index], tuple(pair for pair in pairs if pair[0] >= 0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from backend.row_params import NUM_LASTING, RowParam
 from backend.sequence import Sequence
 
 
@@ -15,26 +15,23 @@ class RowTable:
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        def ints(*shape: int) -> NDArray[np.int32]:
-            return np.zeros(shape, dtype=np.int32)
-
-        def floats() -> NDArray[np.float32]:
-            return np.zeros(max_num_seqs, dtype=np.float32)
-
-        self.blocks = ints(max_num_seqs, max_blocks)
+        self.blocks = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = [0] * max_num_seqs  # entries of ``blocks`` that are filled in
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_k = ints(max_num_seqs)
-        self.penalty_row = ints(max_num_seqs)  # the row itself, or -1
-        self.logprobs = ints(max_num_seqs)  # alternatives asked for, or -1
-        self.min_tokens = ints(max_num_seqs)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.has_bias = np.zeros(max_num_seqs, dtype=np.bool_)
-        self.temperature = floats()
-        self.top_p = floats()
-        self.min_p = floats()
-        self.repetition_penalty = floats()
-        self.presence_penalty = floats()
-        self.frequency_penalty = floats()
+        # The parameters that travel, gathered for a step in one go. The arrays below are views of its rows.
+        self.params = np.zeros((NUM_LASTING, max_num_seqs), dtype=np.int32)
+        floats = self.params.view(np.float32)
+        self.temperature = floats[RowParam.TEMPERATURE]
+        self.top_k = self.params[RowParam.TOP_K]
+        self.top_p = floats[RowParam.TOP_P]
+        self.min_p = floats[RowParam.MIN_P]
+        self.repetition_penalty = floats[RowParam.REPETITION_PENALTY]
+        self.presence_penalty = floats[RowParam.PRESENCE_PENALTY]
+        self.frequency_penalty = floats[RowParam.FREQUENCY_PENALTY]
+        self.penalty_row = self.params[RowParam.PENALTY_ROW]  # the row itself, or -1
+        self.logprobs = self.params[RowParam.LOGPROBS]  # alternatives asked for, or -1
 
     def update(self, sequence: Sequence) -> None:
         """Bring a row up to date: parameters when its owner is new, and blocks that it has gained."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from backend.attention.interface import STEP_ARGUMENT, AttentionKernel, PagedStep
 from backend.kv_cache import KVCache
-from backend.sampling import PenaltyState, Sampler
+from backend.row_params import RowParam
+from backend.sampling import PenaltyState, Sampler, SamplingBatch
 from backend.slots import Slot, StepInputs, StepShape
 
 
@@ -26,10 +28,22 @@ class Runner(Protocol):
 class StepForward(Protocol):
     """A way to get from tokens to logits over the paged cache."""
 
+    early_launch: (
+        bool  # whether its kernels start while the one before them ends (programmatic dependent launch)
+    )
+
     def __call__(
-        self, tokens: torch.Tensor, inputs: StepInputs, shape: StepShape, cache: KVCache
+        self,
+        tokens: torch.Tensor,
+        inputs: StepInputs,
+        shape: StepShape,
+        cache: KVCache,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[S, vocabulary]`` of ``inputs.sample_tokens``; ``tokens`` is int32 ``[T]``."""
+        """Logits ``[S, vocabulary]`` of ``inputs.sample_tokens``; ``tokens`` is int32 ``[T]``.
+
+        Written to ``output``, if given, of the model's type.
+        """
 
 
 class ModuleForward:
@@ -38,28 +52,88 @@ class ModuleForward:
     The model computes its own head (``logits_to_keep``), so that scaling and soft caps of logits are its affair.
     """
 
+    early_launch = False
+
     def __init__(self, model: Any, kernel: AttentionKernel) -> None:
         self._model = model
         self._kernel = kernel
 
     @torch.inference_mode()
     def __call__(
-        self, tokens: torch.Tensor, inputs: StepInputs, shape: StepShape, cache: KVCache
+        self,
+        tokens: torch.Tensor,
+        inputs: StepInputs,
+        shape: StepShape,
+        cache: KVCache,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``StepForward``."""
-        output = self._model(
+        result = self._model(
             input_ids=tokens.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=inputs.sample_tokens,
             **{STEP_ARGUMENT: PagedStep(cache, self._kernel, inputs, shape)},
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        logits: torch.Tensor = result.logits[0]
+        return logits if output is None else output.copy_(logits)
+
+
+def sampling_batch(inputs: StepInputs, shape: StepShape) -> SamplingBatch:
+    """The parameters of a step's rows as the reference sampler takes them; call it once they are on the device."""
+    count = shape.params.shape[1]
+    ints = inputs.params[:, :count]
+    floats = ints.view(torch.float32)
+    host = shape.params
+    any_random = bool(host[RowParam.TEMPERATURE].any())
+    host_floats = host.view(np.float32)
+    borders = host[[RowParam.BIAS_START, RowParam.BAN_START, RowParam.LIST_END]]
+    bias_width, ban_width = (int(n) for n in np.diff(borders, axis=0).max(axis=1, initial=0))
+    bias_ids, bias_values = _padded(
+        inputs.lists, ints[RowParam.BIAS_START], ints[RowParam.BAN_START], bias_width
+    )
+    banned_ids, _ = _padded(inputs.lists, ints[RowParam.BAN_START], ints[RowParam.LIST_END], ban_width)
+    return SamplingBatch(
+        temperature=floats[RowParam.TEMPERATURE],
+        top_k=ints[RowParam.TOP_K],
+        top_p=floats[RowParam.TOP_P],
+        min_p=floats[RowParam.MIN_P],
+        seed=inputs.seeds[:count],
+        output_index=ints[RowParam.OUTPUT_INDEX],
+        repetition_penalty=floats[RowParam.REPETITION_PENALTY],
+        presence_penalty=floats[RowParam.PRESENCE_PENALTY],
+        frequency_penalty=floats[RowParam.FREQUENCY_PENALTY],
+        penalty_row=ints[RowParam.PENALTY_ROW],
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        banned_ids=banned_ids,
+        any_random=any_random,
+        any_top_k=any_random and bool(host[RowParam.TOP_K].any()),
+        any_top_p=any_random and bool((host_floats[RowParam.TOP_P] < 1.0).any()),
+        any_min_p=any_random and bool((host_floats[RowParam.MIN_P] > 0.0).any()),
+        any_penalty=bool((host[RowParam.PENALTY_ROW] >= 0).any()),
+        any_bias=bias_width > 0,
+        any_banned=ban_width > 0,
+        num_logprobs=shape.num_logprobs,
+    )
+
+
+def _padded(
+    lists: torch.Tensor, start: torch.Tensor, end: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, padded with -1, and values, padded with 0, of each row's entries: int32 and float32 ``[S, width]``."""
+    if width == 0:
+        nothing = lists[:0].view(1, 0).expand(len(start), 0)
+        return nothing, nothing.view(torch.float32)
+    entry = start[:, None] + torch.arange(width, dtype=torch.int32, device=lists.device)
+    outside = entry >= end[:, None]
+    at = 2 * entry.masked_fill_(outside, 0)
+    ids = lists[at].masked_fill_(outside, -1)
+    return ids, lists[at + 1].view(torch.float32).masked_fill_(outside, 0.0)
 
 
 class SamplingStage:
-    """From logits to a slot's output: penalty rows, sampler, packing."""
+    """From logits to a slot's output by the reference sampler: penalty rows, sampling, packing."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, max_num_seqs: int) -> None:
         self._vocab_size = vocab_size
@@ -68,25 +142,22 @@ class SamplingStage:
         self._penalties: PenaltyState | None = None
         self._sampler = Sampler(vocab_size, device)
 
-    def sample(self, slot: Slot, logits: torch.Tensor) -> None:
-        """Sample ``logits [S, vocabulary]`` as the slot's rows ask for."""
-        assert slot.inputs is not None
-        self._prepare_penalties(slot)
-        sampled = self._sampler.sample(logits, slot.inputs.sampling)
-        slot.store_output(sampled.token_ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-
-    def _prepare_penalties(self, slot: Slot) -> None:
-        if not slot.inputs or not slot.inputs.sampling.any_penalty:
+    def start_rows(self, inputs: StepInputs, shape: StepShape) -> None:
+        """Rebuild the penalty rows of the sequences that joined in this step."""
+        if not shape.fresh:
             return
         if self._penalties is None:
             self._penalties = PenaltyState(self._max_num_seqs, self._vocab_size, self._device)
             self._sampler.penalties = self._penalties
-        for sequence in slot.shape.new_penalty_rows:
-            # A row's first sampling step comes after the last step of its previous owner on this stream, the
-            # late one included, so nothing writes to it from here on but its new owner.
-            prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int64, device=self._device)
-            outputs = torch.tensor(sequence.output_ids, dtype=torch.int64, device=self._device)
-            self._penalties.init_row(sequence.row, prompt, outputs)
+        tokens = inputs.packed[shape.fresh_at :]
+        for row, first, middle, end in shape.fresh:
+            self._penalties.init_row(row, tokens[first:middle].long(), tokens[middle:end].long())
+
+    def sample(self, slot: Slot, logits: torch.Tensor) -> None:
+        """Sample ``logits [S, vocabulary]`` as the slot's rows ask for."""
+        assert slot.inputs is not None
+        sampled = self._sampler.sample(logits, sampling_batch(slot.inputs, slot.shape))
+        slot.store_output(sampled.token_ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
 
 
 class ModelRunner:
@@ -102,6 +173,7 @@ class ModelRunner:
         """See ``Runner.execute``."""
         inputs, shape = slot.inputs, slot.shape
         assert inputs is not None
+        self._sampling.start_rows(inputs, shape)
         tokens = inputs.input_ids
         if shape.has_carry:
             assert previous is not None

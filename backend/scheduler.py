@@ -7,6 +7,7 @@ The engine thread is the only caller.
 from __future__ import annotations
 
 import heapq
+import sys
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -66,11 +67,14 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_penalty_tokens: int | None = None,
         prefix_cache: bool = True,
     ) -> None:
         self._allocator = allocator
         self._block_size = block_size
         self._max_tokens = max_num_batched_tokens
+        # Known tokens of the sequences with penalties that are admitted in one step: a slot holds no more.
+        self._max_penalty_tokens = sys.maxsize if max_penalty_tokens is None else max_penalty_tokens
         self._prefix_cache = prefix_cache
         # A heap; ended entries are dropped when they surface, or when they are most of it.
         self._waiting: list[tuple[int, int, Sequence]] = []
@@ -155,10 +159,13 @@ class Scheduler:
             sequence.num_computed += 1
         plan.num_decode = len(plan.sequences)
 
-        while budget > 0 and (admitted := self._admit(budget, now)) is not None:
+        penalty_room = self._max_penalty_tokens
+        while budget > 0 and (admitted := self._admit(budget, penalty_room, now)) is not None:
             sequence, length = admitted
             self._add_prefill(prefills, sequence, length)
             budget -= length
+            if sequence.sampling.uses_penalties:
+                penalty_room -= sequence.num_known
         plan.extend(prefills)
         return plan if plan.sequences else None
 
@@ -225,7 +232,7 @@ class Scheduler:
                 return
             self._preempt(self.running[-1])
 
-    def _admit(self, budget: int, now: float) -> tuple[Sequence, int] | None:
+    def _admit(self, budget: int, penalty_room: int, now: float) -> tuple[Sequence, int] | None:
         """Move the best waiting sequence into the batch, or ``None`` when it does not fit now.
 
         All blocks for its known tokens must be free, and one more for each running sequence, so that an admission
@@ -234,6 +241,8 @@ class Scheduler:
         sequence = self._peek()
         # A preempted sequence keeps the token it has in flight, and comes back when that has retired.
         if sequence is None or not self._free_rows or sequence.in_flight:
+            return None
+        if sequence.sampling.uses_penalties and sequence.num_known > penalty_room:
             return None
         shared: list[int] = []
         if self._prefix_cache:
@@ -249,6 +258,7 @@ class Scheduler:
         hit = len(shared) * self._block_size
         if sequence.first_scheduled_at is None:
             sequence.first_scheduled_at = now
+            sequence.handle.started = True
             sequence.cached_tokens = hit
             self.prompt_tokens += len(sequence.prompt_ids)
             self.cached_tokens += hit

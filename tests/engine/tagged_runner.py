@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from backend.runner import sampling_batch
+from backend.sampling import SamplingBatch
 from backend.sequence import Sequence
-from backend.slots import Slot, StepInputs
+from backend.slots import Slot, StepInputs, StepShape
 from backend.streams import Mark
 
 VOCAB = 12
@@ -153,7 +155,7 @@ class TaggedRunner:
     def execute(self, slot: Slot, previous: Slot | None) -> None:
         inputs = slot.inputs
         assert inputs is not None
-        fresh = [(s.row, [*s.prompt_ids, *s.output_ids]) for s in slot.shape.new_penalty_rows]
+        shape = slot.shape
         before = None if previous is None else previous.device_tokens
         after = slot.device_tokens
         lengths, num_decode = list(slot.shape.query_lengths), slot.shape.num_decode
@@ -162,7 +164,7 @@ class TaggedRunner:
 
         def work() -> None:
             self._check_padding(inputs, lengths, num_decode, len(after))
-            self._compute(_unpadded(inputs, lengths, len(after)), before, after, fresh)
+            self._compute(_unpadded(inputs, lengths, len(after)), shape, before, after)
 
         if self.streams is None:
             work()
@@ -191,9 +193,9 @@ class TaggedRunner:
     def _compute(
         self,
         inputs: StepInputs,
+        shape: StepShape,
         before: torch.Tensor | None,
         after: torch.Tensor,
-        fresh: list[tuple[int, list[int]]],
     ) -> None:
         tokens = self._carried(inputs, before)
         starts = inputs.query_starts.tolist()
@@ -215,8 +217,10 @@ class TaggedRunner:
         for row, (first, end) in enumerate(itertools.pairwise(starts)):
             self.rows_computed += 1
             last_tags[end - 1] = self._check_history(tables[row], kv_lengths[row], tokens[first:end])
-        sampled = [self._sample(inputs, index, last_tags) for index in range(len(inputs.sample_tokens))]
-        self._count(inputs, fresh, sampled, last_tags)
+        batch = sampling_batch(inputs, shape)
+        samples = inputs.sample_tokens.tolist()
+        sampled = [self._sample(batch, index, last_tags[at]) for index, at in enumerate(samples)]
+        self._count(inputs, shape, batch, sampled, last_tags)
         after.copy_(torch.tensor(sampled, dtype=torch.int32))
 
     def _carried(self, inputs: StepInputs, before: torch.Tensor | None) -> list[int]:
@@ -248,9 +252,7 @@ class TaggedRunner:
         assert [found.token for found in history[-len(newest) :]] == newest
         return tag
 
-    def _sample(self, inputs: StepInputs, index: int, last_tags: dict[int, Tag]) -> int:
-        tag = last_tags[int(inputs.sample_tokens[index])]  # the last token of a row, always
-        batch = inputs.sampling
+    def _sample(self, batch: SamplingBatch, index: int, tag: Tag) -> int:
         prompt_length = int(batch.seed[index])  # the tests set the seed to it
         assert int(batch.output_index[index]) == tag.position + 1 - prompt_length
         return choose(tag, frozenset(i for i in batch.banned_ids[index].tolist() if i >= 0))
@@ -258,14 +260,19 @@ class TaggedRunner:
     def _count(
         self,
         inputs: StepInputs,
-        fresh: list[tuple[int, list[int]]],
+        shape: StepShape,
+        batch: SamplingBatch,
         sampled: list[int],
         last_tags: dict[int, Tag],
     ) -> None:
         """As the sampler does it: rows are rebuilt, then every sampled token is counted into its row."""
-        for row, tokens in fresh:
-            self.counts[row] = list(tokens)
-        for index, row in enumerate(inputs.sampling.penalty_row.tolist()):
+        words = inputs.packed[shape.fresh_at :]
+        for header in shape.fresh:
+            row, first, _, end = header
+            at = 4 * shape.fresh.index(header)
+            assert tuple(words[at : at + 4].tolist()) == header
+            self.counts[row] = words[first:end].tolist()
+        for index, row in enumerate(batch.penalty_row.tolist()):
             if row < 0:
                 continue
             tag = last_tags[int(inputs.sample_tokens[index])]

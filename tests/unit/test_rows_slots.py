@@ -17,7 +17,9 @@ from backend.api import (
     Prompt,
     SamplingParams,
 )
+from backend.row_params import RowParam
 from backend.rows import RowTable
+from backend.runner import sampling_batch
 from backend.scheduler import StepPlan
 from backend.sequence import Sequence, Status
 from backend.slots import POISON, Slot, SlotLimits
@@ -54,7 +56,10 @@ def plan_of(*entries: tuple[Sequence, int, int, bool], num_decode: int = 0) -> S
 
 def make_slot(rows: int = 4, tokens: int = 32, *, poison: bool = True) -> Slot:
     return Slot(
-        SlotLimits(tokens=tokens, rows=rows, blocks=8, logprobs=20), CPU, InOrderStreams(), poison=poison
+        SlotLimits(tokens=tokens, rows=rows, blocks=8, logprobs=20, penalty_tokens=tokens),
+        CPU,
+        InOrderStreams(),
+        poison=poison,
     )
 
 
@@ -63,6 +68,11 @@ def fill(slot: Slot, plan: StepPlan, table: RowTable) -> Any:
     slot.copy_in()
     assert slot.inputs is not None
     return slot.inputs
+
+
+def fill_batch(slot: Slot, plan: StepPlan, table: RowTable) -> Any:
+    """The same, as the sampler takes it."""
+    return sampling_batch(fill(slot, plan, table), slot.shape)
 
 
 def test_a_row_is_taken_over_whole() -> None:
@@ -107,7 +117,7 @@ def test_a_mixed_step_on_the_device() -> None:
     assert inputs.block_table.tolist()[0] == [6, 0]
     assert inputs.block_table.tolist()[2] == [2, 3]
     assert inputs.sample_tokens.tolist() == [0, 1]
-    assert inputs.sampling.output_index.tolist() == [1, 1]
+    assert inputs.params[RowParam.OUTPUT_INDEX].tolist() == [1, 1]
     assert slot.shape.has_carry
     assert (decoding.in_flight, retired.in_flight, chunk.in_flight) == (2, 1, 0)
     assert (decoding.sample_index, retired.sample_index) == (0, 1)
@@ -135,7 +145,7 @@ def test_sampling_parameters_arrive_as_they_were_asked_for(rows: int) -> None:
         )
         for i in range(rows)
     ]
-    batch = fill(slot, plan_of(*((s, 0, 3, True) for s in sequences)), table).sampling
+    batch = fill_batch(slot, plan_of(*((s, 0, 3, True) for s in sequences)), table)
     assert batch.seed.tolist() == [MAX_SEED - i for i in range(rows)]
     assert batch.temperature.tolist() == [0.25 * (i + 1) for i in range(rows)]
     assert batch.top_k.tolist() == list(range(rows))
@@ -159,7 +169,7 @@ def test_ends_are_masked_up_to_min_tokens_and_no_longer() -> None:
     banned = []
     for outputs in range(4):
         sequence.output_ids = [50] * outputs
-        batch = fill(slot, plan_of((sequence, 3 + outputs, 1, True), num_decode=1), table).sampling
+        batch = fill_batch(slot, plan_of((sequence, 3 + outputs, 1, True), num_decode=1), table)
         sequence.in_flight = 0
         banned.append(batch.banned_ids.tolist())
     assert banned == [[[2]], [[2]], [[]], [[]]]
@@ -181,10 +191,10 @@ def test_the_largest_step_fits_and_the_buffers_stay_where_they_are() -> None:
         )
         for i in range(4)
     ]
-    inputs = fill(slot, plan_of(*((s, 24, 8, True) for s in sequences)), table)
-    assert inputs.sampling.bias_ids.shape == (4, MAX_LOGIT_BIAS)
-    assert inputs.sampling.banned_ids.shape == (4, MAX_STOP_TOKEN_IDS + 1)
-    assert inputs.sampling.banned_ids[3, -1] == 100 + MAX_STOP_TOKEN_IDS - 1
+    batch = fill_batch(slot, plan_of(*((s, 24, 8, True) for s in sequences)), table)
+    assert batch.bias_ids.shape == (4, MAX_LOGIT_BIAS)
+    assert batch.banned_ids.shape == (4, MAX_STOP_TOKEN_IDS + 1)
+    assert batch.banned_ids[3, -1] == 100 + MAX_STOP_TOKEN_IDS - 1
     assert (slot._host_in.data_ptr(), slot._device_in.data_ptr(), slot.device_out.data_ptr()) == where
 
 
