@@ -35,7 +35,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.05
-LONGEST_DELAY_S = 5.0
+LONGEST_DELAY_S = 2.0  # shorter than death: workers must find a database that returns before they are missed
 MAX_BATCH_BYTES = 4_000_000  # of result text and tokens, roughly
 BUSY_OPS = 8  # operations in about BUSY_S that make the next batch gather
 BUSY_S = 0.1

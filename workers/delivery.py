@@ -39,6 +39,7 @@ from workers.payload import NewerPayloadError, queue_for
 from workers.request import GenerateRequest
 from workers.runs import AT_SHUTDOWN, Runs, Store, StreamSink
 from workers.settings import Settings
+from workers.spool import OutageBook, Spool
 from workers.suspects import Suspects
 from workers.tasks import Outcome
 
@@ -56,6 +57,7 @@ class DeliveryTable:
         announce: has messages of these jobs published; see ``workers.sweeper``.
         pause: called on the main thread to take nothing more from the queues, or to go on.
         worker_id: this incarnation.
+        spool: keeps results while the database is away.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class DeliveryTable:
         announce: Callable[[Sequence[str]], None] = lambda job_ids: None,
         pause: Callable[[bool], None] = lambda paused: None,
         worker_id: str = "",
+        spool: Spool | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -95,6 +98,7 @@ class DeliveryTable:
             clock=clock,
             now=now,
             streams=streams,
+            book=OutageBook(spool),
         )
         self.suspects = Suspects(
             self._actor,
@@ -158,6 +162,10 @@ class DeliveryTable:
     def fail(self, error: BaseException) -> None:
         """The worker cannot go on: hand everything back."""
         self._actor.send(partial(self._on_death, error))
+
+    def on_database(self, healthy: bool) -> None:
+        """The database is away, or back."""
+        self._actor.send(partial(self._runs.on_database, healthy))
 
     def close(self) -> None:
         """Let nothing more into the backend; what has not entered it goes back, what runs goes on."""

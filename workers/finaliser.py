@@ -9,15 +9,21 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import redis
 from billiard.einfo import ExceptionInfo
 from celery import states
 from celery.app.task import Context
+from celery.exceptions import BackendError
 from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
 
+from models_db.errors import WriterStoppedError
 from workers.intake import Call, Delivery
 from workers.tasks import GenerateTask, Outcome
 
 logger = get_logger(__name__)
+
+BACKEND_AWAY = (redis.ConnectionError, redis.TimeoutError, OperationalError, BackendError, OSError)
 T = TypeVar("T")
 Action = Callable[[], None]
 
@@ -67,10 +73,22 @@ class Threads:
 
 
 class Finaliser:
-    """Runs the unmodified tracer on committed outcomes, then the callbacks on the main thread."""
+    """Runs the unmodified tracer on committed outcomes, then the callbacks on the main thread.
 
-    def __init__(self, task: GenerateTask, threads: Threads, post: Callable[[Action], None]) -> None:
+    Args:
+        post: runs an action on the main thread.
+        mark_told: notes durably that the links and chords of this job have been run; the acknowledgement follows.
+    """
+
+    def __init__(
+        self,
+        task: GenerateTask,
+        threads: Threads,
+        post: Callable[[Action], None],
+        mark_told: Callable[[str], Future[None]] | None = None,
+    ) -> None:
         self._task = task
+        self._mark_told = mark_told
         self._threads = threads
         self._post = post
         self._starts: dict[int, Future[None]] = {}
@@ -108,7 +126,12 @@ class Finaliser:
         if start := self._starts.pop(delivery.number, None):
             start.result()  # STARTED must not overwrite what comes now
         with self._task.outcome(outcome):
-            finish = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
+            finish, error = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
+        if isinstance(error, BACKEND_AWAY):
+            logger.warning(
+                "Celery's result backend does not take job %s (%r); again later", outcome.job_id, error
+            )
+            finish = partial(delivery.request.hand_back, front=False)
 
         def complete() -> None:
             delivery.request.settle()
@@ -118,7 +141,16 @@ class Finaliser:
             finally:
                 then()
 
-        self._post(complete)
+        if self._mark_told is None or error is not None or not delivery.request.has_callbacks:
+            self._post(complete)
+            return
+        try:
+            # A delivery that comes after a crash between the two would run the links a second time.
+            marked = self._mark_told(outcome.job_id)
+        except WriterStoppedError:
+            self._post(complete)
+        else:
+            marked.add_done_callback(lambda _: self._post(complete))
 
 
 def run_call(
@@ -126,19 +158,21 @@ def run_call(
     callback: Callable[[Any], None] | None,
     error_callback: Callable[[Any], None] | None,
     runtime_s: float | None = None,
-) -> Action:
+) -> tuple[Action, BaseException | None]:
     """Call the tracer now; the action returned tells Celery and belongs on the main thread.
 
-    The tracer itself stores failures of tasks. What it raises all the same (a ``Reject``, a result backend that
-    is away) goes to ``error_callback``.
+    The tracer itself stores failures of tasks. What it raises all the same (a ``Reject``) goes to
+    ``error_callback``. The second value is the error that the tracer ended with: the task's own, or one of Celery's
+    when it could not do its work.
     """
     try:
         failed, value, measured = call.target(*call.args, **call.kwargs)
-    except BaseException:
+    except BaseException as exc:
         info = ExceptionInfo()
-        return partial(error_callback, info) if error_callback is not None else _nothing
+        return (partial(error_callback, info) if error_callback is not None else _nothing), exc
     outcome = (failed, value, measured if runtime_s is None else runtime_s)
-    return partial(callback, outcome) if callback is not None else _nothing
+    error = getattr(value, "exception", None) if failed else None
+    return (partial(callback, outcome) if callback is not None else _nothing), getattr(error, "exc", error)
 
 
 def _nothing() -> None:

@@ -14,6 +14,8 @@ from celery.utils.log import get_logger
 from celery.worker.consumer.tasks import Tasks
 from kombu.transport import virtual
 
+from workers.transport import Credit
+
 logger = get_logger(__name__)
 
 # XX: a lease that another worker has ended must not come back to life.
@@ -74,13 +76,15 @@ class Leases(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, consumer: Any) -> None:
         settings = consumer.app.settings
         slots = consumer.pool.num_processes
-        wanted = slots + settings.headroom(slots)
+        headroom = settings.headroom(slots)
+        wanted = slots + headroom + settings.reserve(slots)
         missing = wanted - consumer.qos.value
         if missing > 0:
             consumer.qos.increment_eventually(missing)
         elif missing < 0:
             consumer.qos.decrement_eventually(-missing)
         channel = consumer.task_consumer.channel
+        channel.credit = Credit.of(slots, headroom, settings.bulk_min_share)
         consumer.pool.attach_channel(channel)
         consumer.timer.call_repeatedly(settings.lease_interval_s, self._renew, (channel,))
 

@@ -13,7 +13,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from celery.concurrency.base import BasePool
@@ -24,7 +26,10 @@ from sqlalchemy import Engine
 
 from backend.api import Backend, ConfigurationError, EngineDeadError, TokenmillError
 from backend.registry import create_backend
+from models_db.claims import finish
+from models_db.dialects import chunked
 from models_db.errors import DatabaseError, DatabaseUnavailableError
+from models_db.jobs import mark_callbacks_sent
 from models_db.migrate import check_schema
 from models_db.session import make_engine, transaction
 from models_db.workers import register_worker
@@ -37,6 +42,7 @@ from workers.intake import Call, Delivery
 from workers.payload import TASK_NAME, queue_for
 from workers.queues import QueueView
 from workers.settings import Settings, redact_text, redact_url
+from workers.spool import Spool, default_folder, leftovers
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
@@ -119,6 +125,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._threads: Threads | None = None
         self._incarnation: Incarnation | None = None
         self._sweeper: Sweeper | None = None
+        self._spool: Spool | None = None
         self._channel: Any = None
         self._paused = False
         self._streams: StreamWriter | None = None
@@ -152,6 +159,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         check_schema(engine)
         row = new_worker(settings)
         transaction(engine, partial(register_worker, worker=row))
+        folder = settings.spool_dir or default_folder()
+        replay(engine, folder, settings.worker_name)
+        max_bytes = int(settings.spool_max_mb * 1_000_000)
+        spool = self._spool = Spool(folder, settings.worker_name, row.id, max_bytes)
         incarnation = self._incarnation = Incarnation(
             settings,
             row,
@@ -177,17 +188,22 @@ class EnginePool(BasePool):  # type: ignore[misc]
         threads = self._threads = Threads(settings.finaliser_threads)
         threads.start()
         task: GenerateTask = self.app.tasks[TASK_NAME]
+
+        def mark_told(job_id: str) -> Future[None]:
+            return db.call(partial(mark_callbacks_sent, ids=[job_id]))
+
         table = self._table = DeliveryTable(
             settings,
             db,
             backend,
-            Finaliser(task, threads, self.mailbox.post),
+            Finaliser(task, threads, self.mailbox.post, mark_told),
             self.mailbox.post,
             self._on_fatal,
             streams=self._start_streams(),
             announce=sweeper.announce,
             pause=self._pause,
             worker_id=incarnation.id,
+            spool=spool,
         )
         table.start()
         task.deliveries = table
@@ -218,7 +234,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
         lines = [
             f"worker    {settings.worker_name}, incarnation {self._incarnation.id}",
             f"backend   {info.backend}, model {info.model}, device {info.device}, {info.dtype}",
-            f"slots     {slots}, prefetch {slots + settings.headroom(slots)}, context {info.max_model_len} tokens",
+            f"slots     {slots}, context {info.max_model_len} tokens",
+            f"prefetch  {slots + settings.headroom(slots)}, and {settings.reserve(slots)} that are not bulk",
             *_engine_line(info.details),
             f"queues    {queue_for(settings.model)}",
             f"broker    {redact_url(settings.broker_url)}",
@@ -302,7 +319,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         def work() -> None:
             if accept_callback is not None and not result.terminated:
                 self.mailbox.post(partial(accept_callback, os.getpid(), time.monotonic()))
-            finish = None if result.terminated else run_call(call, callback, error_callback)
+            finish = None if result.terminated else run_call(call, callback, error_callback)[0]
             self.mailbox.post(partial(self._end_foreign, result, finish))
 
         self._threads.submit(work)
@@ -347,6 +364,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self.mailbox.post(stop_worker)
 
     def _on_database_health(self, healthy: bool, error: BaseException | None) -> None:
+        if self._table is not None:
+            self._table.on_database(healthy)
         if healthy:
             logger.warning("The database answers again; what waited is committed now")
         else:
@@ -421,6 +440,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._incarnation.stop()
         if self._db is not None:
             self._db.stop(drain=True, timeout_s=5.0)
+        if self._spool is not None:
+            self._spool.close()
         if self._engine is not None:
             self._engine.dispose()
         if self.app is not None:
@@ -450,6 +471,23 @@ class EnginePool(BasePool):  # type: ignore[misc]
             "duplicates": self._table.duplicates,
             "database-healthy": self._db.healthy,
         }
+
+
+def replay(engine: Engine, folder: Path, worker_name: str) -> None:
+    """Commit the results that dead incarnations of this worker could not.
+
+    Raises:
+        DatabaseError: as ``models_db.session.transaction``; the results stay for the next try.
+    """
+    with leftovers(folder, worker_name) as found:
+        for leftover in found:
+            for some in chunked(leftover.items, 50):
+                counts = transaction(engine, partial(finish, items=some, worker_id=leftover.worker_id))
+                logger.warning(
+                    "%d of %d results that waited for the database are committed; the others came too late",
+                    sum(counts),
+                    len(some),
+                )
 
 
 class ForeignResult:

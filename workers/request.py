@@ -48,6 +48,16 @@ class GenerateRequest(Request):  # type: ignore[misc]
         return shown
 
     @property
+    def has_callbacks(self) -> bool:
+        """Whether links, chains or chords follow, which must not run twice."""
+        embed = (
+            self._payload[2] if isinstance(self._payload, list | tuple) and len(self._payload) > 2 else None
+        )
+        if not isinstance(embed, Mapping):
+            return False
+        return any(embed.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
+
+    @property
     def past_expiry(self) -> bool:
         """Whether the message's own ``expires`` has passed."""
         if not self.expires:

@@ -28,6 +28,7 @@ from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
 from workers.intake import Delivery, Run, read_stored, stored_result
+from workers.spool import OutageBook
 from workers.streams import StreamEnd
 from workers.tasks import JobExpiredError, Outcome
 
@@ -69,6 +70,7 @@ class Runs:
         on_death: told when the backend has died.
         announce: has messages of these jobs published, so that a delivery tells Celery how they ended.
         streams: where the tokens of jobs that ask for it go.
+        book: keeps ends that the database has not taken yet.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Runs:
         clock: Callable[[], float],
         now: Callable[[], datetime],
         streams: StreamSink | None = None,
+        book: OutageBook | None = None,
     ) -> None:
         self._actor = actor
         self._store = store
@@ -99,6 +102,7 @@ class Runs:
         self._clock = clock
         self._now = now
         self._streams = streams
+        self._book = book or OutageBook(None)
         self._runs: dict[str, Run] = {}
         self.closing = False  # nothing new enters the backend
         self.duplicates = 0  # ends that lost the fence
@@ -296,10 +300,18 @@ class Runs:
             None if error is None else type(error).__name__,
             None if error is None else str(error),
         )
+        self._book.waits(item)
         self._actor.when(self._store.finish(item), partial(self._on_committed, run, item))
 
+    def on_database(self, healthy: bool) -> None:
+        """The database is away, or back."""
+        self._book.database(healthy)
+
     def _on_committed(self, run: Run, item: FinishItem, future: Future[bool]) -> None:
-        if error := future.exception():
+        error = future.exception()
+        if not isinstance(error, WriterStoppedError):  # else it stays in the spool
+            self._book.settled(item)
+        if error is not None:
             self._on_refused(run, item, error)
             return
         if future.result():

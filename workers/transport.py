@@ -1,4 +1,4 @@
-"""Kombu's Redis transport, with leases on Redis's own clock and nothing thrown away that cannot be read.
+"""Kombu's Redis transport: leases on Redis's own clock, a limit for bulk, nothing unreadable thrown away.
 
 Kombu notes when a delivery was received, and looks for those that were received too long ago, by the clock of the
 worker that does it. With one wrong clock live jobs would be delivered again all the time.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -19,7 +22,11 @@ from kombu.transport import redis as plain
 from kombu.transport import virtual
 from kombu.utils.json import dumps
 
+from workers.payload import BULK_PRIORITY
+
 logger = get_logger(__name__)
+
+_SHORT_POP_S = 0.1  # where a pop cannot be ended early
 
 DEAD_LETTERS_KEY = "tokenmill.dead-letters"
 
@@ -30,8 +37,43 @@ redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How many bulk deliveries a channel may hold.
+
+    At ``most`` it takes only more urgent ones, until no more than ``resume`` are left. Below ``least`` bulk goes
+    first, so that a flood of urgent jobs does not starve it.
+    """
+
+    most: int
+    resume: int
+    least: int
+
+    @classmethod
+    def of(cls, slots: int, headroom: int, least_share: float) -> Credit:
+        """For an engine with this many slots, of which bulk keeps a share."""
+        most = slots + headroom
+        return cls(most, most - max(1, headroom // 4), math.ceil(slots * least_share))
+
+
 class LeaseQoS(plain.QoS):  # type: ignore[misc]
-    """Scores of unacknowledged deliveries are seconds on Redis's clock."""
+    """Scores of unacknowledged deliveries are seconds on Redis's clock; bulk deliveries are counted apart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bulk: set[str] = set()
+        self._quick_ack = self._on_acknowledged
+
+    @property
+    def bulk(self) -> int:
+        """Unacknowledged bulk deliveries."""
+        return len(self._bulk)
+
+    def _on_acknowledged(self, delivery_tag: str) -> None:
+        self._dirty.add(delivery_tag)
+        if delivery_tag in self._bulk:
+            self._bulk.remove(delivery_tag)
+            self.channel.on_credit()
 
     def append(self, message: Any, delivery_tag: str) -> None:
         """Note a delivery as received."""
@@ -40,6 +82,8 @@ class LeaseQoS(plain.QoS):  # type: ignore[misc]
         with self.channel.conn_or_acquire() as client:
             client.eval(_RECEIVE, 2, self.unacked_index_key, self.unacked_key, delivery_tag, entry)
         virtual.QoS.append(self, message, delivery_tag)
+        if is_bulk(message.properties.get("priority")):
+            self._bulk.add(delivery_tag)
 
     def restore_visible(self, start: int = 0, num: int | None = 10, interval: int = 10) -> None:
         """Put deliveries back whose lease has ended."""
@@ -68,12 +112,16 @@ class LeaseChannel(plain.Channel):  # type: ignore[misc]
     Attributes:
         paused: nothing more is taken from the queues. (One message may have been handed out already.)
         worker_id: whom dead letters name.
+        credit: limits of bulk; none when unset.
     """
 
     QoS = LeaseQoS
     paused = False
     worker_id = ""
+    credit: Credit | None = None
     _taken: tuple[bytes, bytes] | None = None
+    _urgent_only = False  # of the pop that waits
+    _client_id: tuple[Any, int] | None = None  # of the connection that pops, with its socket
 
     def put_aside(self, queue: str, reason: str, message: str, job_id: str | None = None) -> None:
         """Keep what nobody can read where the sweeper finds it and moves it to the table ``dead_letter``."""
@@ -99,6 +147,53 @@ class LeaseChannel(plain.Channel):  # type: ignore[misc]
         if command_name == "BRPOP":
             self._taken = answer or None
         return answer
+
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        if not queues:
+            return
+        steps = self._steps()
+        self._urgent_only = len(steps) < len(self.priority_steps)
+        connection = self.client.connection
+        if self._urgent_only and not self._know_client(connection):
+            timeout = _SHORT_POP_S
+        keys = [self._q_for_pri(queue, step) for step in steps for queue in queues]
+        self._in_poll = connection
+        self._brpop_sent_at = monotonic()
+        connection.send_command("BRPOP", *keys, self.brpop_timeout if timeout is None else timeout)
+
+    def _steps(self) -> list[int]:
+        """The priority steps to pop from, the first first."""
+        urgent = [step for step in self.priority_steps if not is_bulk(step)]
+        bulk = [step for step in self.priority_steps if is_bulk(step)]
+        if self.credit is None:
+            return urgent + bulk
+        held = self.qos.bulk
+        if held >= self.credit.most:
+            return urgent
+        return bulk + urgent if held < self.credit.least else urgent + bulk
+
+    def _know_client(self, connection: Any) -> bool:
+        """Ask Redis once a connection for its number, with which another one can end its wait."""
+        if self._client_id is None or self._client_id[0] is not connection._sock:
+            try:
+                connection.send_command("CLIENT", "ID")
+                self._client_id = connection._sock, int(connection.read_response())
+            except plain.redis.ResponseError:  # not allowed here
+                self._client_id = None
+        return self._client_id is not None
+
+    def on_credit(self) -> None:
+        """A bulk delivery has ended. A pop that waits for urgent ones only must not wait while bulk could be taken."""
+        if not self._urgent_only or not self._in_poll or self._client_id is None or self.credit is None:
+            return
+        if self.qos.bulk <= self.credit.resume:
+            self._urgent_only = False
+            try:
+                with self.conn_or_acquire() as client:
+                    client.client_unblock(self._client_id[1])
+            except (plain.redis.RedisError, OSError) as exc:
+                logger.debug("A waiting pop goes on to its end: %r", exc)
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
@@ -136,6 +231,11 @@ def with_leases(connection: Connection) -> Connection:
     elif connection.transport_cls == "sentinel":
         connection.transport_cls = f"{__name__}:{LeaseSentinelTransport.__name__}"
     return connection
+
+
+def is_bulk(priority: object) -> bool:
+    """Whether a message of this priority is bulk work."""
+    return isinstance(priority, int) and priority >= BULK_PRIORITY
 
 
 def unreadable(raw: bytes) -> str | None:

@@ -42,6 +42,7 @@ class RedisServer:
         if program is None:
             raise RuntimeError("redis-server is not installed")
         self.port = free_port()
+        self.folder = folder
         command = [
             program,
             "--port",
@@ -179,6 +180,7 @@ class Fleet:
             "backend": "echo",
             "model": MODEL,
             "log_level": "info",
+            "spool_dir": str(server.folder / "spool"),
         } | settings
         self.settings = load_settings(**self._settings)
         upgrade(database_url)

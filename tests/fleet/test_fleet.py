@@ -94,7 +94,7 @@ def test_plain_send_task_and_get(fleet: Fleet) -> None:
     (stats,) = inspect.stats().values()
     assert stats["pool"]["backend"] == "echo"
     assert stats["pool"]["max-concurrency"] == fleet.settings.engine.max_num_seqs
-    assert stats["prefetch_count"] == 40
+    assert stats["prefetch_count"] == 32 + 8 + 4
     fleet.wait_drained()
     assert worker.stop() == 0
     for text in ("hello there", "word7", "Traceback", "not even"):

@@ -301,7 +301,7 @@ def test_started_is_stored_at_admission_and_never_after_the_outcome() -> None:
 
 def test_what_the_tracer_raises_goes_to_the_error_callback() -> None:
     told: list[Any] = []
-    run_call(Call(lambda: 1 / 0, (), {}), told.append, lambda info: told.append(info.type))()
+    run_call(Call(lambda: 1 / 0, (), {}), told.append, lambda info: told.append(info.type))[0]()
     assert told == [ZeroDivisionError]
 
 
