@@ -1,6 +1,6 @@
 """The GPU kernels one by one and as a chain of layers, in CUDA graphs, over buffers that no cache can hold.
 
-    python -m benchmarks.kernels [--only decode,linear,chain,prefill,small,sampling] [--sweep] [--output FILE]
+    python -m benchmarks.kernels [--only decode,linear,chain,prefill,small] [--sweep] [--output FILE]
 
 Shapes are those of Llama-3.1-8B in bfloat16. Each time is the median of several replays of a graph that calls the
 kernel on one buffer set after the other. Bytes are those that must be moved at least once.
@@ -33,6 +33,7 @@ from backend.kernels.paged_decode import (
 )
 from backend.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from backend.kernels.rope_cache import rope_and_cache
+from backend.kernels.sample import SampleWorkspace, sample
 from backend.kernels.skinny_linear import (
     MAX_ROWS,
     LinearConfig,
@@ -41,7 +42,7 @@ from backend.kernels.skinny_linear import (
     partial_linear,
     skinny_linear,
 )
-from benchmarks.kernels_sampling import sampling_kernels
+from backend.slots import LONG_PREFILL_ROWS, is_long_prefill
 
 HEADS, KV_HEADS, SIZE, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 QKV = (HEADS + 2 * KV_HEADS) * SIZE
@@ -105,6 +106,18 @@ LINEAR_SWEEP = {
         (64, 128, 1, 4, 3),
         (128, 128, 1, 4, 2),
     ],
+}
+# (tokens to compute, tokens in the cache before them) of each row
+PREFILL_WORKS: dict[str, list[tuple[int, int]]] = {
+    "4 prompts of 60 to 140": [(60 + 20 * i, 0) for i in range(4)],
+    "8 prompts of 60 to 200": [(60 + 20 * i, 0) for i in range(8)],
+    "8 prompts of 60 to 200 among 256 rows": [(0, 600)] * 248 + [(60 + 20 * i, 0) for i in range(8)],
+    "16 prompts of 60 to 195": [(60 + 9 * i, 0) for i in range(16)],
+    "32 prompts of 64": [(64, 0)] * 32,
+    "2048 after 0": [(2048, 0)],
+    "2048 after 8192": [(2048, 8192)],
+    "4 x 512 after 3584": [(512, 3584)] * 4,
+    "240 rows, then 1024 after 1024": [(0, 600)] * 240 + [(1024, 1024)],
 }
 PREFILL_SWEEP = [
     (128, 64, 8, 3),
@@ -211,7 +224,10 @@ def bench_decode(report: Report, cache: Cache, sweep: bool) -> None:
         if rows * context > 1_100_000:
             continue
         bytes_moved = rows * context * KV_HEADS * SIZE * 4
-        chosen = decode_config(rows, context, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=BF16)
+        chosen, early = (
+            decode_config(rows, context, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=BF16, pdl=pdl)
+            for pdl in (False, True)
+        )
         configs = [chosen]
         if sweep:
             wanted = [
@@ -221,13 +237,17 @@ def bench_decode(report: Report, cache: Cache, sweep: bool) -> None:
         times = {}
         for config in configs:
             times[config] = timed(decode_calls(cache, rows, context, config), replays=5 if sweep else 9)
-        dependent = timed(decode_calls(cache, rows, context, chosen, pdl=True))
+        dependent = timed(decode_calls(cache, rows, context, early, pdl=True))
         best = sorted(times, key=lambda config: times[config])[:4] if sweep else []
         rate = bytes_moved / times[chosen] / 1e6
         line = (
             f"  rows {rows:3} context {context:4}: {times[chosen]:7.1f} µs {rate:5.2f} TB/s, {dependent:7.1f}"
         )
-        report(line + f"  {short(chosen)}" + "".join(f" | {times[c]:.1f} {short(c)}" for c in best))
+        report(
+            line
+            + f"  {short(chosen)} or n{early.stages}"
+            + "".join(f" | {times[c]:.1f} {short(c)}" for c in best)
+        )
 
 
 def useful(rows: int, context: int, splits: int) -> bool:
@@ -306,8 +326,11 @@ class Layers:
         self.slots = [
             (table[:, -1] * BLOCK + (context - 1) % BLOCK).int().contiguous() for table in self.tables
         ]
-        self.config = decode_config(rows, context, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=BF16)
-        self.workspace = DecodeWorkspace(rows, HEADS, SIZE, self.config.splits, torch.device("cuda"))
+        self.configs = [
+            decode_config(rows, context, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=BF16, pdl=pdl)
+            for pdl in (False, True)
+        ]
+        self.workspace = DecodeWorkspace(rows, HEADS, SIZE, self.configs[0].splits, torch.device("cuda"))
         self.sums = LinearWorkspace(torch.device("cuda"))
 
     def run(self, ours: tuple[str, ...], *, parts: bool, pdl: bool) -> Tensor:
@@ -343,7 +366,7 @@ class Layers:
                 self.lengths,
                 scale=SIZE**-0.5,
                 workspace=self.workspace,
-                config=self.config,
+                config=self.configs[pdl],
                 pdl=pdl,
             )
             h, residual = add_rms_norm(linear(mixed.flatten(1), "o"), residual, self.gain, 1e-5, pdl=pdl)
@@ -353,12 +376,18 @@ class Layers:
 
 def bench_chain(report: Report, cache: Cache, found: dict[str, LinearConfig]) -> None:
     report("chain of decoder layers, µs a layer (floor: weights and KV at 4.55 TB/s)")
-    choices: list[tuple[str, ...]] = [()]
-    if found:
-        choices += [("o",), ("o", "down"), ("o", "gate-up", "down"), ("qkv", "o", "gate-up", "down")]
+    choices = [(), ("o",), ("o", "down"), ("o", "gate-up", "down"), ("qkv", "o", "gate-up", "down")]
+    choices = [names for names in choices if found.keys() >= set(names)]
     for rows, context in ((32, 192), (32, 608), (32, 4096), (128, 608), (256, 608)):
         layers = Layers(cache, rows, context, 8, found)
         bench_layers(report, layers, choices if rows <= MAX_ROWS else choices[:1])
+
+
+def engine_linears() -> dict[str, LinearConfig]:
+    """What the engine uses at 32 rows in place of cuBLAS."""
+    device = torch.device("cuda")
+    configs = {name: linear_config(32, *shape, device) for name, shape in LINEARS.items()}
+    return {name: config for name, config in configs.items() if config is not None}
 
 
 def bench_layers(report: Report, layers: Layers, choices: list[tuple[str, ...]]) -> None:
@@ -380,33 +409,44 @@ def bench_layers(report: Report, layers: Layers, choices: list[tuple[str, ...]])
 
 
 def bench_prefill(report: Report, cache: Cache, sweep: bool) -> None:
-    report("prefill attention, µs a layer")
-    for rows, queries, cached in ((32, 64, 0), (1, 128, 0), (8, 512, 0), (1, 4096, 0), (4, 512, 3584)):
-        flops = 4 * HEADS * SIZE * rows * (queries * cached + queries * (queries + 1) / 2)
-        configs = [prefill_config(HEADS // KV_HEADS, SIZE, BF16, queries=queries)]
+    report("prefill attention, µs a layer; * as the engine chooses")
+    for name, chunks in PREFILL_WORKS.items():
+        flops = sum(4 * HEADS * SIZE * (n * cached + n * (n + 1) / 2) for n, cached in chunks)
+        configs = [prefill_config(HEADS // KV_HEADS, SIZE, BF16, long=long) for long in (False, True)]
         if sweep:
             configs += [PrefillConfig(*shape) for shape in PREFILL_SWEEP]
         parts = []
-        for config in configs:
-            micros = timed(prefill_calls(cache, rows, queries, cached, config))
+        for index, config in enumerate(configs):
+            micros = timed(prefill_calls(cache, chunks, config))
+            mark = "*" if index == int(is_long_prefill([n for n, _ in chunks if n])) else ""
             parts.append(
-                f"{micros:.1f} ({flops / micros / 1e6:.0f} TFLOP/s) p{config.pairs} t{config.tile} "
+                f"{mark}{micros:.1f} ({flops / micros / 1e6:.0f} TFLOP/s) p{config.pairs} t{config.tile} "
                 f"w{config.warps} n{config.stages}"
             )
-        report(f"  {rows} rows of {queries} after {cached}: " + " | ".join(parts))
+        report(f"  {name}: " + " | ".join(parts))
 
 
 def prefill_calls(
-    cache: Cache, rows: int, queries: int, cached: int, config: PrefillConfig
+    cache: Cache, chunks: list[tuple[int, int]], config: PrefillConfig
 ) -> list[Callable[[], object]]:
-    query = random(rows * queries, HEADS, SIZE)
-    starts = (torch.arange(rows + 1, device="cuda") * queries).int()
-    lengths = torch.full((rows,), queries + cached, device="cuda", dtype=torch.int32)
-    tables = [cache.table(rows, queries + cached, turn) for turn in range(4)]
+    counts = torch.tensor([0] + [n for n, _ in chunks])
+    starts = counts.cumsum(0).int().cuda()
+    lengths = torch.tensor([sum(chunk) for chunk in chunks], device="cuda", dtype=torch.int32)
+    query = random(int(counts.sum()), HEADS, SIZE)
+    tables = [cache.table(len(chunks), int(lengths.max()), turn) for turn in range(4)]
+    most = LONG_PREFILL_ROWS if is_long_prefill([n for n, _ in chunks if n]) else None
 
     def call(table: Tensor) -> object:
         return paged_prefill(
-            query, cache.keys, cache.values, table, starts, lengths, scale=SIZE**-0.5, config=config
+            query,
+            cache.keys,
+            cache.values,
+            table,
+            starts,
+            lengths,
+            scale=SIZE**-0.5,
+            config=config,
+            most_rows=most,
         )
 
     return [functools.partial(call, table) for table in tables]
@@ -422,33 +462,54 @@ def bench_small(report: Report, cache: Cache) -> None:
             report(f"  rows {rows:3} {name:12} {plain:6.1f} {dependent:6.1f}")
 
 
-def bench_sampling(report: Report) -> None:
-    report("sampling, µs: plain, with dependent launch; logits are normal numbers, or three times these")
-    for rows in (32, 256):
-        for scale in (1.0, 3.0):
-            for name, kernel in sampling_kernels(rows, VOCAB, scale=scale).items():
-                plain, dependent = (
-                    timed([functools.partial(kernel, turn, pdl) for turn in range(8)])
-                    for pdl in (False, True)
-                )
-                report(f"  rows {rows:3} x{scale:.0f} {name:12} {plain:6.1f} {dependent:6.1f}")
-
-
 def small_kernels(cache: Cache, rows: int) -> dict[str, Callable[[int, bool], object]]:
     x, gate_up, qkv = ([random(rows, size) for _ in range(16)] for size in (HIDDEN, 2 * INNER, QKV))
+    logits = [random(rows, VOCAB) for _ in range(4)]
     gain = torch.ones(HIDDEN, device="cuda", dtype=BF16)
     positions = torch.arange(rows, device="cuda", dtype=torch.int32)
     cos_sin = torch.randn(rows, SIZE, device="cuda")
+    workspace = SampleWorkspace(rows, VOCAB, torch.device("cuda"))
+    cold, hot = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
+    seed = torch.arange(rows, device="cuda")
+    tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
 
     def rope(turn: int, pdl: bool) -> object:
         return rope_and_cache(
             qkv[turn], positions, cos_sin, positions, cache.keys, cache.values, num_heads=HEADS, pdl=pdl
         )
 
+    def draw(
+        temperature: Tensor, turn: int, pdl: bool, filters: tuple[Tensor | None, ...] = (None, None, None)
+    ) -> object:
+        top_k, top_p, min_p = filters
+        return sample(
+            logits[turn % 4],
+            temperature,
+            seed,
+            positions,
+            workspace=workspace,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            output=tokens,
+            pdl=pdl,
+        )
+
+    def filters(top_k: int, top_p: float, min_p: float) -> tuple[Tensor, ...]:
+        zeros = torch.zeros(rows, device="cuda")
+        return (zeros.int() + top_k, zeros + top_p, zeros + min_p)
+
     return {
         "add+norm": lambda turn, pdl: add_rms_norm(x[turn], x[turn - 1], gain, 1e-5, pdl=pdl),
         "silu": lambda turn, pdl: silu_and_mul(gate_up[turn], pdl=pdl),
         "rope+cache": rope,
+        "greedy": functools.partial(draw, cold),
+        "temperature": functools.partial(draw, hot),
+        "filter-free": functools.partial(draw, hot, filters=filters(0, 1.0, 0.0)),
+        "top-p": functools.partial(draw, hot, filters=filters(0, 0.9, 0.0)),
+        "top-k, top-p": functools.partial(draw, hot, filters=filters(50, 0.9, 0.0)),
+        "min-p": functools.partial(draw, hot, filters=filters(0, 1.0, 0.05)),
+        "torch.argmax": lambda turn, pdl: logits[turn % 4].argmax(dim=1),
     }
 
 
@@ -467,7 +528,7 @@ def warm(share: str, cache: Cache) -> None:
     """Compile this share of the sweeps' kernels into Triton's disk cache."""
     index, of = map(int, share.split("/"))
     jobs = [decode_calls(cache, 2, 64, DecodeConfig(t, 1, w, n))[0] for t, w, n in DECODE_SWEEP]
-    jobs += [prefill_calls(cache, 2, 64, 0, PrefillConfig(*shape))[0] for shape in PREFILL_SWEEP]
+    jobs += [prefill_calls(cache, [(64, 0)] * 2, PrefillConfig(*shape))[0] for shape in PREFILL_SWEEP]
     workspace = LinearWorkspace(torch.device("cuda"))
     x, weight = random(32, HIDDEN), random(QKV, HIDDEN)
     shapes = sorted({shape for shapes in LINEAR_SWEEP.values() for shape in shapes})
@@ -485,7 +546,7 @@ def warm(share: str, cache: Cache) -> None:
 def main() -> None:
     """Entry point; see the module's docstring."""
     parser = argparse.ArgumentParser(description="Time the GPU kernels")
-    parser.add_argument("--only", default="rates,small,sampling,decode,linear,chain,prefill")
+    parser.add_argument("--only", default="rates,small,decode,linear,chain,prefill")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--warm")
     parser.add_argument("--output", type=Path)
@@ -511,13 +572,11 @@ def main() -> None:
         elif part == "linear":
             found = bench_linear(report, options.sweep)
         elif part == "chain":
-            bench_chain(report, cache, found)
+            bench_chain(report, cache, found or engine_linears())
         elif part == "prefill":
             bench_prefill(report, cache, options.sweep)
         elif part == "small":
             bench_small(report, cache)
-        elif part == "sampling":
-            bench_sampling(report)
         print(f"({part}: {time.monotonic() - began:.0f} s)", flush=True)
         if options.output:
             options.output.write_text("\n".join(report.lines) + "\n")

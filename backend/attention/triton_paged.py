@@ -12,14 +12,12 @@ import torch
 
 from backend.attention.interface import AttentionParams
 from backend.kv_cache import KVCache
-from backend.slots import StepInputs, StepShape
-
-_EARLY_LAUNCH_CONTEXT = 2048
+from backend.slots import LONG_PREFILL_ROWS, StepInputs, StepShape
 
 
-def early_launch(max_model_len: int, device: torch.device) -> bool:
-    """Whether kernels start while the one before them ends: it pays where contexts are short, on Hopper and later."""
-    return max_model_len <= _EARLY_LAUNCH_CONTEXT and torch.cuda.get_device_capability(device) >= (9, 0)
+def early_launch(device: torch.device) -> bool:
+    """Whether kernels start while the one before them ends, which Hopper and later devices can do."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class TritonKernel:
@@ -39,8 +37,9 @@ class TritonKernel:
         device: torch.device,
     ) -> None:
         from backend.kernels.paged_decode import DecodeWorkspace, decode_config
+        from backend.kernels.paged_prefill import prefill_config
 
-        self._pdl = early_launch(max_model_len, device)
+        self._pdl = early_launch(device)
         # The launch constants of each padded row count: a graph holds them whatever the lengths become.
         self._configs = {
             rows: decode_config(
@@ -52,6 +51,10 @@ class TritonKernel:
                 pdl=self._pdl,
             )
             for rows in row_sizes
+        }
+        group = num_heads // num_kv_heads
+        self._prefill_configs = {
+            long: prefill_config(group, head_size, dtype, long=long) for long in (False, True)
         }
         most = max(rows * config.splits for rows, config in self._configs.items())
         max_rows = max(row_sizes)
@@ -98,6 +101,8 @@ class TritonKernel:
                 inputs.block_table,
                 inputs.prefill_starts,
                 inputs.kv_lengths,
+                config=self._prefill_configs[shape.long_prefill],
+                most_rows=LONG_PREFILL_ROWS if shape.long_prefill else None,
                 scale=params.scaling,
                 window=params.window,
                 softcap=params.softcap,

@@ -185,8 +185,8 @@ def _decode_kernel(
         # One tile ahead, so that the pipeline of keys and values never waits for the block table.
         page = tl.load(table + (position + tile) // block_size, mask=position + tile < end, other=0)
         load_mask = valid[:, None] & in_head[None, :] if head_size < head_pad else valid[:, None]
-        k = tl.load(key_head + place[:, None], mask=load_mask, other=0.0)
-        v = tl.load(value_head + place[:, None], mask=load_mask, other=0.0)
+        k = tl.load(key_head + place[:, None], mask=load_mask, other=0.0, eviction_policy="evict_first")
+        v = tl.load(value_head + place[:, None], mask=load_mask, other=0.0, eviction_policy="evict_first")
         score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         if has_softcap:
             score = softcap * (1.0 - 2.0 / (tl.exp(score * (2.0 / softcap)) + 1.0))

@@ -17,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backend.kernels.paged_decode import padded_head
 
-_MANY_QUERIES = 256  # of a row, from where large tiles pay
 _UNMASKED_PAIRS = 128  # of a tile, from where a loop without masks before the one with them pays
 
 
@@ -31,14 +30,17 @@ class PrefillConfig:
     stages: int
 
 
-def prefill_config(group: int, head_size: int, dtype: torch.dtype, *, queries: int) -> PrefillConfig:
-    """What measured best for ``queries`` tokens a row; ``group`` query heads share a key head."""
+def prefill_config(group: int, head_size: int, dtype: torch.dtype, *, long: bool) -> PrefillConfig:
+    """What measured best for a few rows of hundreds of tokens (``long``), or for many of about a hundred.
+
+    ``group`` query heads share a key head.
+    """
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return PrefillConfig(max(smallest, 32 if head_size <= 64 else 16), 32, 8, 2)
     if head_size > 128:
         return PrefillConfig(max(smallest, 64), 32, 4, 2)
-    if queries < _MANY_QUERIES:
+    if not long:
         return PrefillConfig(max(smallest, 64), 32, 4, 3)
     return PrefillConfig(max(smallest, 128), 64, 8, 3)
 
@@ -204,7 +206,8 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     output: Tensor | None = None,
-    config: PrefillConfig | None = None,
+    config: PrefillConfig,
+    most_rows: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Attention of rows of queries over their cached keys, which hold the queries' own already.
@@ -220,7 +223,8 @@ def paged_prefill(
             begin at 0: a slice leaves out the rows before it.
         kv_lengths: i32[R]; read on the device like ``query_starts``.
         scale, window, softcap, sinks, output, pdl: see ``paged_decode``.
-        config: see ``prefill_config``; None chooses.
+        config: see ``prefill_config``.
+        most_rows: no more rows than this have queries; None: all may have.
 
     Raises:
         ValueError: shapes or strides do not fit.
@@ -248,12 +252,11 @@ def paged_prefill(
     if rows == 0 or tokens == 0:
         return output
     group = num_heads // num_kv_heads
-    chosen = config or prefill_config(group, head_size, query.dtype, queries=tokens // rows)
-    if chosen.pairs < group:
+    if config.pairs < group:
         raise ValueError(
-            f"a tile of {chosen.pairs} pairs does not hold the {group} heads that share a key head"
+            f"a tile of {config.pairs} pairs does not hold the {group} heads that share a key head"
         )
-    tiles = tokens // (chosen.pairs // group) + rows
+    tiles = tokens // (config.pairs // group) + (rows if most_rows is None else min(rows, most_rows))
     _prefill_kernel[(num_kv_heads, tiles)](
         query,
         keys,
@@ -279,16 +282,16 @@ def paged_prefill(
         head_size=head_size,
         head_pad=padded_head(head_size),
         block_size=block_size,
-        pairs=chosen.pairs,
-        tile=chosen.tile,
-        stages=chosen.stages,
-        unmasked_first=chosen.pairs >= _UNMASKED_PAIRS and window is None,
+        pairs=config.pairs,
+        tile=config.tile,
+        stages=config.stages,
+        unmasked_first=config.pairs >= _UNMASKED_PAIRS and window is None,
         has_window=window is not None,
         has_softcap=softcap is not None,
         has_sinks=sinks is not None,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         pdl=pdl,
-        num_warps=chosen.warps,
+        num_warps=config.warps,
         launch_pdl=pdl,
     )
     return output

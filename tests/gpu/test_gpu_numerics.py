@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.graphs import GraphKey, GraphRunner, decode_buckets, token_buckets
-from backend.slots import Slot, StepShape
+from backend.slots import Slot, StepShape, is_long_prefill
 from tests.gpu.gpu_driver import CoreDriver, count_flips, outcome
 from tests.gpu.gpu_logits import Spy, alone_and_among_others, errors, forced_logits
 from tests.gpu.gpu_models import DEVICE, FAMILIES, VOCAB, generate, make_prompts, save_family
@@ -62,7 +62,7 @@ class Comparing:
         assert plan is not None
         mixed = plan.num_decode < len(plan.sequences)
         slots = runner._slots
-        key = GraphKey(mixed, len(inputs.input_ids), slots.index(slot))
+        key = GraphKey(mixed, len(inputs.input_ids), slots.index(slot), slot.shape.long_prefill)
         found = self.found.setdefault(key, [])
         if len(found) == 2 or not slot.sampled:
             return
@@ -71,7 +71,7 @@ class Comparing:
         self._spy.logits.fill_(float("nan"))
         slot.device_tokens.fill_(-7)
         layout = runner.layout(plan)
-        shape = StepShape(num_decode=layout.rows, has_prefill=mixed)
+        shape = StepShape(num_decode=layout.rows, has_prefill=mixed, long_prefill=slot.shape.long_prefill)
         runner._compute(slot, slots[1 - key.slot], inputs, shape)
         found.append((*replayed, self._spy.logits[:sampled].clone(), slot.device_tokens.clone()))
 
@@ -127,7 +127,12 @@ def test_graphs_compute_what_the_same_padded_step_does_uncaptured(
     torch.cuda.synchronize()
     compared = comparing.check()
     sizes = {False: decode_buckets(most), True: token_buckets(512)}
-    wanted = {GraphKey(mixed, s, i) for mixed, all_of in sizes.items() for s in all_of for i in (0, 1)}
+    wanted = {
+        GraphKey(mixed, s, i, mixed and is_long_prefill([s - 1]))
+        for mixed, all_of in sizes.items()
+        for s in all_of
+        for i in (0, 1)
+    }
     assert set(comparing.found) == wanted
     record_property("steps compared bit by bit", f"{compared}, of {len(wanted)} graphs")
 

@@ -164,6 +164,11 @@ OPTIONS = [
 LENGTHS = [1, 0, 2, 15, 16, 17, 63, 64, 65, 100, 333, 1024, 1025, 5000]
 
 
+def _tolerance(dtype: torch.dtype, softcap: object) -> float:
+    """A soft cap's tangent rounds to about 1e-7 of the cap, whatever the type of the inputs."""
+    return TOLERANCE[dtype] + 1e-7 * (softcap if isinstance(softcap, float) else 0.0)
+
+
 def _sinks(heads: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(heads, device=DEVICE).to(dtype) * 2
 
@@ -227,6 +232,60 @@ def test_paged_decode(
         assert relative_error(output[row : row + 1], expected) < TOLERANCE[dtype], f"row of length {length}"
 
 
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 60))
+def test_paged_decode_of_random_shapes(seed: int) -> None:
+    from backend.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 3, 8])
+    heads = kv_heads * rng.choice([1, 2, 3, 4, 7, 16])
+    head_size, block_size = rng.choice([16, 64, 72, 128, 192, 256]), rng.choice([1, 8, 16, 32])
+    most = 100 if INTERPRETED else rng.choice([40, 500, 3000])
+    lengths = [rng.choice([0, 1, rng.randrange(most)]) for _ in range(rng.choice([1, 3, 40]))]
+    dtype = rng.choice(DTYPES)
+    rows = make_rows(
+        lengths, kv_heads=kv_heads, head_size=head_size, block_size=block_size, dtype=dtype, device=DEVICE
+    )
+    query = torch.randn(len(lengths), heads, head_size, device=DEVICE).to(dtype)
+    window, softcap = rng.choice([None, 1, rng.randrange(2, 300)]), rng.choice([None, 5.0, 50.0])
+    sinks = _sinks(heads, dtype) if rng.random() < 0.4 else None
+    splits = rng.choice([1, 1, 2, 5, 33])
+    narrow = dtype == F32 or head_size > 128
+    tile, stages = (32, 2) if narrow else (64, rng.choice([2, 3, 4]))
+    config = DecodeConfig(tile, splits, 8 if narrow else 4, stages)
+    pdl = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0) and rng.random() < 0.5
+    output = paged_decode(
+        query,
+        rows.keys,
+        rows.values,
+        rows.block_table,
+        rows.kv_lengths,
+        scale=0.2,
+        workspace=DecodeWorkspace(len(lengths), heads, head_size, splits, torch.device(DEVICE)),
+        config=config,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        pdl=pdl,
+    )
+    for row, length in enumerate(lengths):
+        if not length:
+            assert not output[row].any()
+            continue
+        expected = attend(
+            query[row : row + 1],
+            gather_rows(rows.keys, rows.block_table, row, length),
+            gather_rows(rows.values, rows.block_table, row, length),
+            scale=0.2,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        assert relative_error(output[row : row + 1], expected) < _tolerance(dtype, softcap), (
+            f"row of length {length}"
+        )
+
+
 def test_paged_decode_refuses_a_small_workspace() -> None:
     from backend.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
 
@@ -263,15 +322,65 @@ def test_paged_decode_refuses_a_small_workspace() -> None:
         (40, 2, 64, 1),
     ],
 )
+@pytest.mark.parametrize("long", [False, True])
 def test_paged_prefill(
-    heads: int, kv_heads: int, head_size: int, block_size: int, options: dict[str, object], dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    options: dict[str, object],
+    dtype: torch.dtype,
+    long: bool,
 ) -> None:
-    from backend.kernels.paged_prefill import paged_prefill
-
     # (queries, tokens cached before them)
     chunks = [(1, 0), (0, 0), (17, 0), (64, 3), (1, 250), (5, 61)]
     if not INTERPRETED:
         chunks += [(130, 0), (333, 700), (1000, 0), (2, 5000)]
+    _check_prefill(chunks, heads, kv_heads, head_size, block_size, options, dtype, long)
+
+
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 60))
+def test_paged_prefill_of_random_shapes(seed: int) -> None:
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 3, 8])
+    heads = kv_heads * rng.choice([1, 2, 3, 4, 7])
+    most = 40 if INTERPRETED else rng.choice([20, 200, 700])
+    chunks = [
+        (
+            rng.choice([0, 1, rng.randrange(most)]),
+            rng.choice([0, rng.randrange(most), rng.randrange(most * 4)]),
+        )
+        for _ in range(rng.choice([1, 2, 5, 5 if INTERPRETED else 100]))
+    ]
+    chunks = [(queries, cached if queries else max(cached, 1)) for queries, cached in chunks]
+    options = {
+        "window": rng.choice([None, 1, rng.randrange(2, 300)]),
+        "softcap": rng.choice([None, 5.0, 50.0]),
+        "sinks": rng.random() < 0.4,
+    }
+    shape = (heads, kv_heads, rng.choice([16, 64, 72, 128, 192, 256]), rng.choice([1, 8, 16, 32]))
+    _check_prefill(chunks, *shape, options, rng.choice(DTYPES), rng.random() < 0.5)
+
+
+def test_paged_prefill_with_few_rows_of_queries_among_many() -> None:
+    chunks = [(0, 5)] * 40 + [(70, 9), (0, 3), (3, 0)] + [(0, 1)] * 9
+    _check_prefill(chunks, 4, 2, 64, 16, OPTIONS[0], F32, True, most_rows=2)
+
+
+def _check_prefill(
+    chunks: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    options: dict[str, object],
+    dtype: torch.dtype,
+    long: bool,
+    most_rows: int | None = None,
+) -> None:
+    """Each row of ``(queries, tokens cached before them)`` against the reference."""
+    from backend.kernels.paged_prefill import paged_prefill, prefill_config
+
     lengths = [queries + cached for queries, cached in chunks]
     rows = make_rows(
         lengths, kv_heads=kv_heads, head_size=head_size, block_size=block_size, dtype=dtype, device=DEVICE
@@ -298,6 +407,8 @@ def test_paged_prefill(
         softcap=softcap,
         sinks=sinks,
         output=output,
+        config=prefill_config(heads // kv_heads, head_size, dtype, long=long),
+        most_rows=most_rows,
     )
     assert (output[:skipped] == 7).all()
     assert (output[starts[-1] :] == 7).all()
@@ -314,7 +425,7 @@ def test_paged_prefill(
             softcap=softcap,
             sinks=sinks,
         )
-        assert relative_error(output[span], expected) < TOLERANCE[dtype], f"row {chunks[row]}"
+        assert relative_error(output[span], expected) < _tolerance(dtype, softcap), f"row {chunks[row]}"
 
 
 # ----------------------------------------------------------------------------------------- dependent launch, graphs
@@ -421,3 +532,115 @@ def test_skinny_linear(
     if offset is not None:
         expected += offset.double()
     assert relative_error(output, expected) < TOLERANCE[dtype]
+
+
+# ----------------------------------------------------------------------------------------------------------- sample
+
+
+def _sample_both(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    index: torch.Tensor,
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of the kernels and of the reference sampler; ``filters`` are top-k, top-p and min-p."""
+    from backend.kernels.sample import SampleWorkspace, sample
+    from backend.sampling import Sampler, SamplingBatch
+
+    rows, vocab = logits.shape
+    workspace = SampleWorkspace(rows, vocab, logits.device)
+    none = torch.zeros(rows, device=DEVICE)
+    top_k, top_p, min_p = filters or (none.int(), none + 1, none)
+    given = {} if filters is None else {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    ours = sample(logits, temperature, seed, index, workspace=workspace, **given)
+    batch = SamplingBatch(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        output_index=index,
+        repetition_penalty=none + 1,
+        presence_penalty=none,
+        frequency_penalty=none,
+        penalty_row=none.int() - 1,
+        bias_ids=torch.empty(rows, 0, dtype=torch.int32, device=DEVICE),
+        bias_values=torch.empty(rows, 0, device=DEVICE),
+        banned_ids=torch.empty(rows, 0, dtype=torch.int32, device=DEVICE),
+        any_random=True,
+        any_top_k=True,
+        any_top_p=True,
+        any_min_p=True,
+    )
+    return ours.long(), Sampler(vocab, logits.device).sample(logits, batch).token_ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["k", "p", "min", "all"])
+@pytest.mark.parametrize("vocab", [50, 5003] if INTERPRETED else [50, 32003, 128256])
+def test_sample_keeps_what_the_reference_sampler_keeps(vocab: int, kind: str, dtype: torch.dtype) -> None:
+    rows = 12 if INTERPRETED else 64
+    # Rounded to steps, so that many tokens share the value at the border.
+    logits = ((torch.randn(rows, vocab, device=DEVICE) * 2 * 16).round() / 16).to(dtype)
+    temperature = torch.rand(rows, device=DEVICE) + 0.3
+    temperature[5] = 0
+    seed = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+    index = torch.randint(0, 2**31 - 1, (rows,), device=DEVICE).int()
+    top_k = torch.randint(1, 60, (rows,), device=DEVICE).int()
+    top_p = torch.rand(rows, device=DEVICE) * 0.99
+    min_p = torch.rand(rows, device=DEVICE) * 0.3
+    if kind != "all":
+        top_k = top_k if kind == "k" else top_k * 0
+        top_p = top_p if kind == "p" else top_p * 0 + 1
+        min_p = min_p if kind == "min" else min_p * 0
+    top_k[3], top_p[3], min_p[3] = 0, 1.0, 0.0  # one row without filters
+    if kind == "p":
+        top_p[7] = 0.0
+    ours, expected = _sample_both(logits, temperature, seed, index, (top_k, top_p, min_p))
+    assert torch.equal(ours, expected)
+
+
+def test_sample_cuts_ties_at_the_border_by_token_id() -> None:
+    vocab, rows = 9000, 16
+    logits = torch.zeros(rows, vocab, device=DEVICE)
+    logits[:, 8000] = 0.5
+    logits[:, 1] = -0.0
+    top_k = torch.full((rows,), 4, device=DEVICE).int()  # 8000, 0, 1, 2
+    one, none = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
+    seed = torch.arange(rows, device=DEVICE)
+    ours, expected = _sample_both(logits, one, seed, seed.int(), (top_k, one, none))
+    assert set(ours.tolist()) <= {8000, 0, 1, 2}
+    assert len(set(ours.tolist())) > 1
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 4096, 32003, 128256])
+def test_sample_draws_the_tokens_of_the_reference_sampler(vocab: int, dtype: torch.dtype) -> None:
+    rows = 9 if INTERPRETED else 64
+    logits = (torch.randn(rows, vocab, device=DEVICE) * 2).to(dtype)
+    temperature = torch.rand(rows, device=DEVICE) * 1.5
+    temperature[::3] = 0
+    temperature[1] = 1e-5
+    seed = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+    index = torch.randint(0, 2**31 - 1, (rows,), device=DEVICE).int()
+    ours, expected = _sample_both(logits, temperature, seed, index)
+    assert torch.equal(ours, expected)
+
+
+def test_sample_of_ties_and_unusable_rows() -> None:
+    vocab, inf, nan = 10000, float("inf"), float("nan")
+    logits = torch.zeros(8, vocab, device=DEVICE)
+    logits[1, [7000, 4097]] = 3.0
+    logits[2, 9000] = nan
+    logits[3] = -inf
+    logits[4, 5] = inf
+    logits[5], logits[5, 9999] = -inf, 1.0
+    temperature = torch.tensor([0, 0, 0, 0, 1, 1, 1, 0.0], device=DEVICE)
+    logits[6, 0] = nan
+    logits[7, :5000] = -1.0
+    seed = torch.arange(8, device=DEVICE)
+    ours, expected = _sample_both(logits, temperature, seed, seed.int())
+    assert ours.tolist() == [0, 4097, -1, -1, -1, 9999, -1, 5000]
+    assert torch.equal(ours, expected)
