@@ -41,7 +41,8 @@ BUSY_OPS = 8  # operations in about BUSY_S that make the next batch gather
 BUSY_S = 0.1
 GATHER_STEP_S = 0.003  # a batch is complete when nothing more has come for so long
 LONGEST_GATHER_S = 0.03
-MAX_BREAKS = 5  # times that one batch may break a connection that works before it is held to be the cause
+MAX_BREAKS = 5  # times that a large batch may break a connection that works before it is held to be the cause
+LARGE_BYTES = 1_000_000
 
 
 class _Kind(Enum):
@@ -68,6 +69,9 @@ class _Op:
 
     def size(self) -> int:
         """Roughly the bytes that it sends."""
+        if self.kind is _Kind.CLAIM:
+            message = self.payload.job.message
+            return 1000 + (2 * len(message.get("body") or "") if message is not None else 0)
         result = self.payload.result if self.kind is _Kind.FINISH else None
         if result is None:
             return 1000
@@ -85,6 +89,14 @@ class _Batch:
     now: datetime  # stays the same through retries, so that a replay recognises its own rows
     replay: bool = False  # a commit may have gone through although its answer got lost
     breaks: int = 0
+
+    def to_blame(self) -> bool:
+        """Whether it may be what breaks the connection, as a row larger than the server's largest packet does.
+
+        Connections are also cut again and again by others, and no job may end for that.
+        """
+        suspicious = any(op.kind is _Kind.CALL or op.size() >= LARGE_BYTES for op in self.ops)
+        return suspicious and self.breaks >= MAX_BREAKS
 
 
 class DatabaseThread:
@@ -282,12 +294,10 @@ class DatabaseThread:
                 self._disconnect()  # back to the pool, which tests it before it is used again
                 fault = classify(exc)
                 if fault is Fault.AWAY:
-                    if batch.breaks < MAX_BREAKS:
-                        self._set_health(False, exc)
+                    if batch.to_blame():
+                        fault = Fault.OTHER
                     else:
-                        fault = (
-                            Fault.OTHER
-                        )  # the database answers each time: this batch is what it cannot bear
+                        self._set_health(False, exc)
                 if fault is Fault.OTHER:
                     self._set_health(True, None)
                     self._isolate(batch, exc)

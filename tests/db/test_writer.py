@@ -454,6 +454,22 @@ def test_what_breaks_a_working_connection_each_time_is_the_culprit_and_fails_alo
         assert thread.healthy
 
 
+def test_connections_that_are_cut_again_and_again_are_nobodys_fault(fleet, monkeypatch):
+    real, cuts = claims.claim, iter(range(40))
+
+    def cut(*args, **kw):
+        if next(cuts, None) is not None:
+            raise DatabaseUnavailableError("server closed the connection unexpectedly")
+        return real(*args, **kw)
+
+    monkeypatch.setattr(claims, "claim", cut)
+    with running(fleet, sleep=lambda _s: None) as thread:
+        with held_up(thread):
+            futures = [thread.claim(ClaimItem(new_job(f"j{n}"))) for n in range(3)]
+        assert {get(future).kind for future in futures} == {ClaimKind.CLAIMED}
+        assert get(thread.claim(ClaimItem(new_job("alone")))).kind is ClaimKind.CLAIMED
+
+
 def test_a_result_larger_than_a_packet_is_stored_or_fails_alone(fleet, kind):
     add_jobs(fleet, "large", "small")
     for name in ("large", "small"):
