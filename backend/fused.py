@@ -107,7 +107,7 @@ class FusedDecoder:
         self._activation = _ACTIVATIONS[config.hidden_act]
         self._kernel = kernel
         self._sums: LinearWorkspace | None = None
-        self._pdl = early_launch(self._embedding.device)
+        self.early_launch = early_launch(self._embedding.device)
         self._rope = rope_table(base.rotary_emb, max_model_len, self._embedding.device)
         self.layers = [
             fuse_layer(layer, pattern, params) for layer, params in zip(base.layers, attention, strict=True)
@@ -115,14 +115,19 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def __call__(
-        self, tokens: torch.Tensor, inputs: StepInputs, shape: StepShape, cache: KVCache
+        self,
+        tokens: torch.Tensor,
+        inputs: StepInputs,
+        shape: StepShape,
+        cache: KVCache,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``StepForward``."""
         from backend.kernels.activation import gelu_tanh_and_mul, silu_and_mul
         from backend.kernels.norm import add_rms_norm
         from backend.kernels.rope_cache import rope_and_cache
 
-        pdl = self._pdl
+        pdl = self.early_launch
         activate = silu_and_mul if self._activation == "silu" else gelu_tanh_and_mul
         hidden = embedding(tokens, self._embedding)
         residual: torch.Tensor | None = None
@@ -151,10 +156,16 @@ class FusedDecoder:
         if residual is not None:
             residual = residual.index_select(0, inputs.sample_tokens)
         normed, _ = add_rms_norm(hidden, residual, self._final_norm, self._eps, pdl=pdl)
-        return self._linear(normed, self._head)
+        return self._linear(normed, self._head, output=output)
 
     def _linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, parts: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        parts: bool = False,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``x Wᵀ + b`` by whichever measured faster; with ``parts`` perhaps in parts that the next norm adds up."""
         from backend.kernels.skinny_linear import (
@@ -168,12 +179,16 @@ class FusedDecoder:
         if bias is None and weight.dtype == torch.bfloat16:
             config = linear_config(x.shape[0], weight.shape[0], weight.shape[1], weight.device)
         if config is None:
+            if output is not None and bias is None:
+                return torch.mm(x, weight.t(), out=output)
             return linear(x, weight, bias)
         if parts and config.splits > 1:
-            return partial_linear(x, weight, config=config, pdl=self._pdl)
+            return partial_linear(x, weight, config=config, pdl=self.early_launch)
         if self._sums is None:
             self._sums = LinearWorkspace(weight.device)
-        return skinny_linear(x, weight, workspace=self._sums, config=config, pdl=self._pdl)
+        return skinny_linear(
+            x, weight, workspace=self._sums, config=config, output=output, pdl=self.early_launch
+        )
 
 
 def find_pattern(layers: nn.ModuleList, config: Any) -> Pattern:

@@ -1,8 +1,9 @@
 """CUDA graphs: a step's whole computation, captured once for each size and slot, replayed with one call.
 
-Carry-over, forward pass and plain sampling are inside the graph. A graph's key is all that its launches depend on:
-the padded sizes and the slot, whose buffers it reads and writes. What else changes from step to step (lengths,
-block tables, positions) lies in those buffers. All graphs share one memory pool, since only one runs at a time.
+Carry-over, forward pass and sampling are inside the graph. A graph's key is all that its launches depend on: the
+padded sizes and the slot, whose buffers it reads and writes. What else changes from step to step (lengths, block
+tables, positions, sampling parameters) lies in those buffers. All graphs share one memory pool, since only one runs
+at a time; nothing in it outlives a replay. Logits and what sampling keeps lie in buffers outside of it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ import logging
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from backend.api import MAX_LOGPROBS
 from backend.kv_cache import MIB, KVCache
-from backend.runner import SamplingStage, StepForward, carry_over
+from backend.runner import StepForward, carry_over
 from backend.scheduler import StepPlan
 from backend.slots import LONG_PREFILL_TOKENS, Slot, StepInputs, StepLayout, StepShape
 from backend.streams import Streams
-
-if TYPE_CHECKING:
-    from backend.kernels.sample import SampleWorkspace
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +50,11 @@ class GraphKey:
     long_prefill: bool = False  # see StepShape
 
 
-@dataclass(slots=True)
-class CapturedStep:
-    """A graph and the logits that it leaves, valid until the next replay of any graph."""
+def shared_bytes(max_num_seqs: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Device memory that all graphs share outside their pool: logits, and what sampling keeps."""
+    from backend.kernels.sample import SampleWorkspace
 
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
+    return max_num_seqs * vocab_size * dtype.itemsize + SampleWorkspace.num_bytes(max_num_seqs, vocab_size)
 
 
 class GraphRunner:
@@ -67,23 +64,25 @@ class GraphRunner:
         self,
         forward: StepForward,
         cache: KVCache,
-        sampling: SamplingStage,
         *,
+        vocab_size: int,
+        dtype: torch.dtype,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
     ) -> None:
         self._forward = forward
         self._cache = cache
-        self._sampling = sampling
+        self._vocab_size = vocab_size
+        self._dtype = dtype  # of the logits
         self._max_rows = max_num_seqs
         self._max_blocks = max_blocks
         self._decode_sizes = decode_buckets(max_num_seqs)
         self._mixed_sizes = token_buckets(max(max_num_batched_tokens, max_num_seqs))
-        self._captured: dict[GraphKey, CapturedStep] = {}
+        self._captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._slots: tuple[Slot, ...] = ()
-        self._workspace: SampleWorkspace | None = None
         self.pool_bytes = 0
+        self.shared_bytes = 0
 
     @property
     def num_graphs(self) -> int:
@@ -107,9 +106,15 @@ class GraphRunner:
     @torch.inference_mode()
     def capture(self, slots: tuple[Slot, ...], streams: Streams) -> None:
         """Capture every graph of both slots, the largest first, so that the smaller ones fit into its memory."""
+        from backend.kernels.sample import SampleWorkspace
+        from backend.kernels.token_counts import start_rows
+
         began = time.perf_counter()
         self._slots = slots
         device = self._cache.keys[0].device
+        self._logits = torch.empty(self._max_rows, self._vocab_size, dtype=self._dtype, device=device)
+        self._workspace = SampleWorkspace(self._max_rows, self._vocab_size, device)
+        self.shared_bytes = shared_bytes(self._max_rows, self._vocab_size, self._dtype)
         torch.cuda.empty_cache()  # or memory that capturing frees would count against what it takes
         free_before = torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
@@ -138,54 +143,52 @@ class GraphRunner:
                 graph = torch.cuda.CUDAGraph()
                 stream.synchronize()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    logits = self._compute(slot, other, inputs, shape)
-            self._captured[key] = CapturedStep(graph, logits)
+                    self._compute(slot, other, inputs, shape)
+            self._captured[key] = graph
+            logger.debug("%s: %d bytes free", key, torch.cuda.mem_get_info(device)[0])
+        with streams.compute():  # compiles it: a row of no tokens
+            start_rows(
+                torch.tensor([0, 4, 4, 4], dtype=torch.int32, device=device), 0, 1, self._workspace.counts
+            )
         streams.synchronize()
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
         logger.info(
-            "%d CUDA graphs captured in %.1f s, %.0f MiB",
+            "%d CUDA graphs captured in %.1f s, %.0f MiB, and %.0f MiB that they share",
             len(self._captured),
             time.perf_counter() - began,
             self.pool_bytes / MIB,
+            self.shared_bytes / MIB,
         )
 
-    def _compute(self, slot: Slot, other: Slot, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+    def _compute(self, slot: Slot, other: Slot, inputs: StepInputs, shape: StepShape) -> None:
         from backend.kernels.sample import sample
 
         tokens = carry_over(inputs.input_ids, inputs.carry_over, other.device_out[: self._max_rows])
-        logits = self._forward(tokens, inputs, shape, self._cache)
+        rows = inputs.sample_tokens.shape[0]
+        logits = self._forward(tokens, inputs, shape, self._cache, self._logits[:rows])
         sample(
             logits,
-            inputs.temperature,
-            inputs.seed,
-            inputs.output_index,
-            top_k=inputs.top_k,
-            top_p=inputs.top_p,
-            min_p=inputs.min_p,
-            workspace=self._sample_workspace(logits),
-            output=slot.device_out[: logits.shape[0]],
+            inputs.seeds,
+            inputs.params,
+            inputs.lists,
+            workspace=self._workspace,
+            output=slot.device_out[:rows],
+            records=slot.device_records,
+            alternatives=MAX_LOGPROBS,
+            pdl=self._forward.early_launch,
         )
-        return logits
-
-    def _sample_workspace(self, logits: torch.Tensor) -> SampleWorkspace:
-        from backend.kernels.sample import SampleWorkspace
-
-        if (
-            self._workspace is None
-        ):  # the first call comes before any capture, so it is not in a graph's memory
-            self._workspace = SampleWorkspace(self._max_rows, logits.shape[1], logits.device)
-        return self._workspace
 
     @torch.inference_mode()
     def execute(self, slot: Slot, previous: Slot | None) -> None:
         """See ``Runner.execute``. The tokens carried over always come from the other slot."""
-        plan = slot.plan
+        plan, inputs = slot.plan, slot.inputs
         assert plan is not None
+        assert inputs is not None
         mixed = plan.num_decode < len(plan.sequences)
-        assert slot.inputs is not None
-        size = slot.inputs.input_ids.shape[0]
+        size = inputs.input_ids.shape[0]
         key = GraphKey(mixed, size, self._slots.index(slot), slot.shape.long_prefill)
-        step = self._captured[key]
-        step.graph.replay()
-        if slot.sampled and not slot.plain:
-            self._sampling.sample(slot, step.logits[: len(slot.sampled)])
+        if slot.shape.fresh:  # one launch ahead of the graph, in steps in which such sequences join
+            from backend.kernels.token_counts import start_rows
+
+            start_rows(inputs.packed, slot.shape.fresh_at, len(slot.shape.fresh), self._workspace.counts)
+        self._captured[key].replay()

@@ -7,7 +7,6 @@ int32 buffer, everything it yields comes back in another, so there is one copy e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,14 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from backend.api import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from backend.row_params import NUM_LASTING, NUM_PARAMS, RowParam, padding_column
 from backend.rows import RowTable
-from backend.sampling import SamplingBatch
 from backend.scheduler import StepPlan
 from backend.sequence import Sequence
 from backend.streams import Mark, Streams
 
 POISON = -0x35014542  # an int32 that is no token id, no block and no sensible float
-_ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
+HEADER_WORDS = 4  # of a penalty row to be rebuilt: the row, first prompt token, first output token, end
+_MINUS_INF = int(np.float32(-np.inf).view(np.int32))  # its bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,27 @@ class SlotLimits:
     rows: int  # sequences in a step
     blocks: int  # of one sequence
     logprobs: int  # alternatives reported for a token
-    per_row: int = 18  # words of sampling parameters: seven padded for a graph, eleven for the sampler
-    lists: int = 2 * MAX_LOGIT_BIAS + 2 * MAX_STOP_TOKEN_IDS  # words of biases and of ids that are masked
+    penalty_tokens: int  # known tokens of the sequences with penalties that are admitted in one step
+    lists: int = (
+        2 * MAX_LOGIT_BIAS + 4 * MAX_STOP_TOKEN_IDS
+    )  # words of a row's biases and of ids that are masked
 
     @property
     def input_words(self) -> int:
         """int32 words of the host-to-device buffer. It holds the longest lists, rare as they are: a buffer that
         grew would move, and captured graphs would go on reading the old one."""
-        return 4 * self.tokens + self.rows * (self.blocks + self.per_row + self.lists + 6) + 64
+        fixed = NUM_PARAMS + 2 + self.blocks + 6
+        return 4 * self.tokens + self.rows * (fixed + self.lists + HEADER_WORDS) + self.penalty_tokens + 64
+
+    @property
+    def record_words(self) -> int:
+        """int32 words of a row's log-probabilities: its token's, ids of the alternatives, theirs."""
+        return 1 + 2 * self.logprobs
 
     @property
     def output_words(self) -> int:
-        """int32 words of the device-to-host buffer: token, its log-probability, and the alternatives."""
-        return self.rows * (2 + 2 * self.logprobs)
+        """int32 words of the device-to-host buffer: the tokens of all rows, then their records."""
+        return self.rows * (1 + self.record_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +87,10 @@ class StepInputs:
     prefill_starts: torch.Tensor  # [R + 1] first token of each row, decode rows having none
     block_table: torch.Tensor  # [R, W]
     sample_tokens: torch.Tensor  # [S] token whose logits are sampled
-    temperature: torch.Tensor  # float32 [S]; from here to output_index: for the sampling inside a graph
-    top_k: torch.Tensor  # [S]
-    top_p: torch.Tensor  # float32 [S]
-    min_p: torch.Tensor  # float32 [S]
-    seed: torch.Tensor  # int64 [S]
-    output_index: torch.Tensor  # [S]
-    sampling: SamplingBatch  # of the rows without padding
+    seeds: torch.Tensor  # int64 [S]
+    params: torch.Tensor  # [parameters, S]; see backend.row_params
+    lists: torch.Tensor  # [*] biases and bans, to which the parameters refer
+    packed: torch.Tensor  # the whole buffer, in which StepShape.fresh finds tokens
 
 
 LONG_PREFILL_ROWS = 16
@@ -107,7 +112,13 @@ class StepShape:
     query_lengths: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     has_carry: bool = False
-    new_penalty_rows: list[Sequence] = field(default_factory=list)
+    num_logprobs: int = (
+        -1
+    )  # most alternatives that a row asks for; 0: no alternatives, -1: no log-probabilities
+    params: NDArray[np.int32] = field(default_factory=lambda: np.empty((NUM_PARAMS, 0), dtype=np.int32))
+    # Penalty rows to be rebuilt: headers from ``fresh_at`` on in the packed buffer, with borders counted from there.
+    fresh: list[tuple[int, int, int, int]] = field(default_factory=list)
+    fresh_at: int = 0
 
 
 class _Packer:
@@ -115,7 +126,7 @@ class _Packer:
 
     def __init__(self, host: NDArray[np.int32], device: torch.Tensor) -> None:
         self._host = host
-        self._device = device
+        self.device = device  # int32, the same words there
         self.used = 0
 
     def put_padded(self, values: NDArray[np.int32], size: int, padding: int) -> torch.Tensor:
@@ -125,21 +136,29 @@ class _Packer:
         self._host[start:filled] = values
         self._host[filled:end] = padding
         self.used = end
-        return self._device[start:end]
+        return self.device[start:end]
 
-    def put(self, values: NDArray[np.int32] | NDArray[np.float32] | NDArray[np.int64]) -> torch.Tensor:
-        """Append an array of 4- or 8-byte numbers; returns its view on the device."""
-        self.used += self.used % (values.itemsize // 4)  # an int64 lies on an even word
-        words = values.size * values.itemsize // 4
-        start, end = self.used, self.used + words
-        self._host[start:end] = values.reshape(-1).view(np.int32)
+    def put_columns(
+        self, values: NDArray[np.int32], columns: int, padding: NDArray[np.int32]
+    ) -> torch.Tensor:
+        """Append a matrix of 4-byte numbers, padded to ``columns`` by the column ``padding``."""
+        self._align()
+        rows, given = values.shape
+        start, end = self.used, self.used + rows * columns
+        target = self._host[start:end].reshape(rows, columns)
+        target[:, :given] = values
+        target[:, given:] = padding[:, None]
         self.used = end
-        view = self._device[start:end]
-        if values.dtype == np.float32:
-            view = view.view(torch.float32)
-        elif values.dtype == np.int64:
-            view = view.view(torch.int64)
-        return view.view(values.shape) if values.ndim > 1 else view
+        return self.device[start:end].view(rows, columns)
+
+    def rest(self) -> torch.Tensor:
+        """What follows, up to the buffer's end, on the device."""
+        self._align()
+        return self.device[self.used :]
+
+    def _align(self) -> None:
+        """Go on at a multiple of 16 bytes: kernels are compiled once more for addresses that are none."""
+        self.used += -self.used % 4
 
 
 class Slot:
@@ -168,7 +187,6 @@ class Slot:
         self.inputs: StepInputs | None = None
         self.shape = StepShape()
         self.sampled: list[Sequence] = []
-        self.num_logprobs = -1  # alternatives in this step's output; -1: no log-probabilities
         self._words_in = 0
 
     # ------------------------------------------------------------------------------------------------- the way in
@@ -219,8 +237,7 @@ class Slot:
 
         sample_rows = np.array(plan.sampled, dtype=np.intp)
         state_rows = row_ids[sample_rows]
-        indices = np.array([len(s.output_ids) + s.in_flight for s in sampled], dtype=np.int32)
-        extra = _sampling_lists(sampled, state_rows, indices, rows)
+        params, lists = _sampling_params(sampled, state_rows, rows)
         pack = _Packer(self._host_in_np, self._device_in)
         if layout is None:
             layout = StepLayout(plan.num_tokens, count, len(sampled), width, dummy_slot=0)
@@ -242,14 +259,12 @@ class Slot:
             prefill_starts=np.maximum(query_starts, decode),
             sample_tokens=query_starts[1:][sample_rows] - 1,
             block_table=tables.reshape(-1),
-            temperature=rows.temperature[state_rows].view(np.int32),
-            top_k=rows.top_k[state_rows],
-            top_p=rows.top_p[state_rows].view(np.int32),
-            min_p=rows.min_p[state_rows].view(np.int32),
-            seed=rows.seed[state_rows].view(np.int32),
-            output_index=indices,
-            sampling=lambda: self._fill_sampling(pack, indices, state_rows, rows, extra),
+            seeds=rows.seed[state_rows].view(np.int32),
+            params=params,
         )
+        pack.put_padded(lists, lists.size, 0)
+        fresh_at = pack.used
+        fresh = _pack_fresh(pack, [s for s in sequences if not s.penalties_ready])
         self._words_in = pack.used
         self.shape = StepShape(
             num_decode=decode,
@@ -258,13 +273,15 @@ class Slot:
             query_lengths=plan.lengths,
             kv_lengths=kv_lengths.tolist(),
             has_carry=has_carry,
-            new_penalty_rows=[s for s in sampled if not s.penalties_ready and s.sampling.uses_penalties],
+            num_logprobs=int(params[RowParam.LOGPROBS].max(initial=-1)),
+            params=params,
+            fresh=fresh,
+            fresh_at=fresh_at,
         )
         # From here on these rows' newest tokens are on the device only.
         for index, sequence in enumerate(sampled):
             sequence.sample_index = index
             sequence.in_flight += 1
-            sequence.penalties_ready = True
 
     def blank(self, layout: StepLayout, block_size: int) -> StepInputs:
         """Fill the buffers with nothing but padding; the views are those of every step with this layout."""
@@ -281,56 +298,12 @@ class Slot:
             "prefill_starts",
             "sample_tokens",
             "block_table",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "output_index",
+            "seeds",
         )
-        inputs = _pack_step(
-            pack, layout, block_size, sampling=SamplingBatch.empty, **dict.fromkeys(names, empty)
-        )
+        none = np.empty((NUM_PARAMS, 0), dtype=np.int32)
+        inputs = _pack_step(pack, layout, block_size, params=none, **dict.fromkeys(names, empty))
         self._words_in = pack.used
         return inputs
-
-    def _fill_sampling(
-        self,
-        pack: _Packer,
-        indices: NDArray[np.int32],
-        rows_of: NDArray[np.intp],
-        rows: RowTable,
-        extra: _SamplingLists,
-    ) -> SamplingBatch:
-        temperature = rows.temperature[rows_of]
-        penalty_row = rows.penalty_row[rows_of]
-        any_random = bool(temperature.any())
-        any_penalty = bool((penalty_row >= 0).any())
-        self.num_logprobs = int(rows.logprobs[rows_of].max(initial=-1))
-        top_k, top_p, min_p = rows.top_k[rows_of], rows.top_p[rows_of], rows.min_p[rows_of]
-        return SamplingBatch(
-            seed=pack.put(rows.seed[rows_of]),
-            temperature=pack.put(temperature),
-            top_k=pack.put(top_k),
-            top_p=pack.put(top_p),
-            min_p=pack.put(min_p),
-            output_index=pack.put(indices),
-            repetition_penalty=pack.put(rows.repetition_penalty[rows_of]),
-            presence_penalty=pack.put(rows.presence_penalty[rows_of]),
-            frequency_penalty=pack.put(rows.frequency_penalty[rows_of]),
-            penalty_row=pack.put(penalty_row),
-            bias_ids=pack.put(extra.bias_ids),
-            bias_values=pack.put(extra.bias_values),
-            banned_ids=pack.put(extra.banned_ids),
-            any_random=any_random,
-            any_top_k=any_random and bool(top_k.any()),
-            any_top_p=any_random and bool((top_p < 1.0).any()),
-            any_min_p=any_random and bool((min_p > 0.0).any()),
-            any_penalty=any_penalty,
-            any_bias=extra.bias_ids.shape[1] > 0,
-            any_banned=extra.banned_ids.shape[1] > 0,
-            num_logprobs=self.num_logprobs,
-        )
 
     def copy_in(self) -> None:
         """Host-to-device copy; call within the h2d stream's context."""
@@ -339,12 +312,14 @@ class Slot:
     # ------------------------------------------------------------------------------------------------ the way out
 
     @property
-    def plain(self) -> bool:
-        """Whether sampling needs no more than a graph does: no penalties, biases, bans or log-probabilities."""
-        sampling = self.inputs.sampling if self.inputs else None
-        return sampling is None or not (
-            sampling.any_penalty or sampling.any_bias or sampling.any_banned or sampling.num_logprobs >= 0
-        )
+    def num_logprobs(self) -> int:
+        """Most alternatives in this step's output; -1: no log-probabilities."""
+        return self.shape.num_logprobs
+
+    @property
+    def device_records(self) -> torch.Tensor:
+        """int32: ``record_words`` for each sampled row, on the device."""
+        return self.device_out[self._limits.rows :]
 
     @property
     def device_tokens(self) -> torch.Tensor:
@@ -361,13 +336,19 @@ class Slot:
         """Pack a step's outcome; call within the compute stream's context."""
         count = len(self.sampled)
         self.device_out[:count].copy_(token_ids)
-        if logprobs is not None:
-            self.device_out[count : 2 * count].view(torch.float32).copy_(logprobs)
-        if top_ids is not None and top_logprobs is not None and self.num_logprobs > 0:
-            size = count * self.num_logprobs
-            at = 2 * count
-            self.device_out[at : at + size].copy_(top_ids.reshape(-1))
-            self.device_out[at + size : at + 2 * size].view(torch.float32).copy_(top_logprobs.reshape(-1))
+        if logprobs is None:
+            return
+        records = self._records(self.device_out)
+        records[:, 0].view(torch.float32).copy_(logprobs)
+        if top_ids is not None and top_logprobs is not None:
+            width, most = top_ids.shape[1], self._limits.logprobs
+            records[:, 1 : 1 + most] = -1  # a vocabulary may hold fewer tokens than were asked for
+            records[:, 1 : 1 + width].copy_(top_ids)
+            records[:, 1 + most : 1 + most + width].view(torch.float32).copy_(top_logprobs)
+
+    def _records(self, buffer: torch.Tensor) -> torch.Tensor:
+        count, words = len(self.sampled), self._limits.record_words
+        return buffer[self._limits.rows :][: count * words].view(count, words)
 
     def copy_out(self) -> None:
         """Device-to-host copy; call within the d2h stream's context."""
@@ -376,7 +357,7 @@ class Slot:
 
     def _output_words(self) -> int:
         count = len(self.sampled)
-        return count if self.num_logprobs < 0 else count * (2 + 2 * self.num_logprobs)
+        return count if self.num_logprobs < 0 else self._limits.rows + count * self._limits.record_words
 
     def read_tokens(self) -> list[int]:
         """The sampled tokens, once ``output_ready`` has been reached."""
@@ -384,13 +365,14 @@ class Slot:
         return tokens
 
     def read_logprobs(self) -> tuple[list[float], list[list[int]], list[list[float]]]:
-        """Log-probability, alternatives' ids and their log-probabilities, a row each."""
-        count, width = len(self.sampled), self.num_logprobs
-        size, at = count * width, 2 * count
-        chosen = self._host_out[count:at].view(torch.float32).tolist()
-        ids = self._host_out[at : at + size].view(count, width).tolist()
-        values = self._host_out[at + size : at + 2 * size].view(torch.float32).view(count, width).tolist()
-        return chosen, ids, values
+        """Log-probability, alternatives' ids and their log-probabilities, a row each.
+
+        Ids of -1 fill up what a small vocabulary lacks. Rows that did not ask hold nothing of meaning.
+        """
+        records, most, width = self._records(self._host_out), self._limits.logprobs, self.num_logprobs
+        floats = records.view(torch.float32)
+        ids: list[list[int]] = records[:, 1 : 1 + width].tolist()
+        return floats[:, 0].tolist(), ids, floats[:, 1 + most : 1 + most + width].tolist()
 
     def release(self) -> None:
         """The step has retired: nothing may read these host buffers until they are written again."""
@@ -424,23 +406,14 @@ def _pack_step(
     prefill_starts: NDArray[np.int32],
     sample_tokens: NDArray[np.int32],
     block_table: NDArray[np.int32],
-    temperature: NDArray[np.int32],
-    top_k: NDArray[np.int32],
-    top_p: NDArray[np.int32],
-    min_p: NDArray[np.int32],
-    seed: NDArray[np.int32],
-    output_index: NDArray[np.int32],
-    sampling: Callable[[], SamplingBatch],
+    seeds: NDArray[np.int32],
+    params: NDArray[np.int32],
 ) -> StepInputs:
-    """The order of things in the buffer. Sampling comes last: it is the part whose size varies."""
+    """The order of things in the buffer. What follows is of no fixed size: lists, then tokens of penalty rows."""
     end = int(query_starts[-1]) if query_starts.size else 0
     return StepInputs(
-        seed=pack.put_padded(seed, 2 * layout.sampled, 0).view(torch.int64),  # first: on an even word
-        temperature=pack.put_padded(temperature, layout.sampled, 0).view(torch.float32),
-        top_k=pack.put_padded(top_k, layout.sampled, 0),
-        top_p=pack.put_padded(top_p, layout.sampled, _ONE).view(torch.float32),
-        min_p=pack.put_padded(min_p, layout.sampled, 0).view(torch.float32),
-        output_index=pack.put_padded(output_index, layout.sampled, 0),
+        seeds=pack.put_padded(seeds, 2 * layout.sampled, 0).view(torch.int64),  # first: on an even word
+        params=pack.put_columns(params, layout.sampled, padding_column()),
         input_ids=pack.put_padded(input_ids, layout.tokens, 0),
         positions=pack.put_padded(positions, layout.tokens, 0),
         carry_over=pack.put_padded(carry_over, layout.tokens, -1),
@@ -453,35 +426,64 @@ def _pack_step(
         block_table=pack.put_padded(
             block_table, layout.rows * layout.width, layout.dummy_slot // block_size
         ).view(layout.rows, layout.width),
-        sampling=sampling(),
+        lists=pack.rest(),
+        packed=pack.device,
     )
 
 
-@dataclass(slots=True)
-class _SamplingLists:
-    """The options that are lists, padded: ids with -1."""
-
-    bias_ids: NDArray[np.int32]  # [S, Kb]
-    bias_values: NDArray[np.float32]  # [S, Kb]
-    banned_ids: NDArray[np.int32]  # [S, Ks]
-
-
-def _sampling_lists(
-    sampled: list[Sequence], rows_of: NDArray[np.intp], indices: NDArray[np.int32], rows: RowTable
-) -> _SamplingLists:
+def _sampling_params(
+    sampled: list[Sequence], rows_of: NDArray[np.intp], rows: RowTable
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Parameters of the rows that sample, [parameters, S], and the pairs of words that they refer to."""
     count = len(sampled)
-    biased = [(i, sampled[i].sampling.logit_bias) for i in np.flatnonzero(rows.has_bias[rows_of])]
-    width = max((len(bias) for _, bias in biased), default=0)
-    bias_ids = np.full((count, width), -1, dtype=np.int32)
-    bias_values = np.zeros((count, width), dtype=np.float32)
-    for i, bias in biased:
-        bias_ids[i, : len(bias)] = list(bias.keys())
-        bias_values[i, : len(bias)] = list(bias.values())
-    # The host knows the index of the output to come, so it masks the ends itself.
-    early = np.flatnonzero(indices < rows.min_tokens[rows_of])
-    banned = [(i, sorted(sampled[i].ending_ids)) for i in early]
-    width = max((len(ids) for _, ids in banned), default=0)
-    banned_ids = np.full((count, width), -1, dtype=np.int32)
-    for i, ids in banned:
-        banned_ids[i, : len(ids)] = ids
-    return _SamplingLists(bias_ids, bias_values, banned_ids)
+    params = np.zeros((NUM_PARAMS, count), dtype=np.int32)
+    params[:NUM_LASTING] = rows.params[:, rows_of]
+    indices = [len(s.output_ids) + s.in_flight for s in sampled]
+    params[RowParam.OUTPUT_INDEX] = indices
+    # The host knows the index of the output to come, so it lists the ends that are banned itself.
+    early = params[RowParam.OUTPUT_INDEX] < rows.min_tokens[rows_of]
+    listed = np.flatnonzero(rows.has_bias[rows_of] | early)
+    if not listed.size:
+        return params, np.empty(0, dtype=np.int32)
+    entries: list[NDArray[np.int32]] = []
+    at = 0
+    for i in listed:
+        bias = sampled[i].sampling.logit_bias
+        banned = sorted(sampled[i].ending_ids) if early[i] else []
+        pairs = np.empty((len(bias) + len(banned), 2), dtype=np.int32)
+        pairs[:, 0] = [*bias, *banned]
+        pairs[: len(bias), 1] = np.array(list(bias.values()), dtype=np.float32).view(np.int32)
+        pairs[len(bias) :, 1] = _MINUS_INF
+        params[RowParam.BIAS_START, i] = at
+        params[RowParam.BAN_START, i] = at + len(bias)
+        at += len(pairs)
+        params[RowParam.LIST_END, i] = at
+        entries.append(pairs)
+    return params, np.concatenate(entries).reshape(-1)
+
+
+def _pack_fresh(pack: _Packer, joining: list[Sequence]) -> list[tuple[int, int, int, int]]:
+    """Append what rebuilds the penalty rows of sequences that have just been admitted; returns the headers.
+
+    This may happen in a sequence's first step: whatever its row's previous owner still had in flight was launched
+    before.
+    """
+    for sequence in joining:
+        sequence.penalties_ready = True
+    fresh = [sequence for sequence in joining if sequence.sampling.uses_penalties]
+    if not fresh:
+        return []
+    headers = []
+    at = HEADER_WORDS * len(fresh)
+    for sequence in fresh:
+        middle = at + len(sequence.prompt_ids)
+        end = middle + len(sequence.output_ids)
+        headers.append((sequence.row, at, middle, end))
+        at = end
+    words = np.empty(at, dtype=np.int32)
+    words[: HEADER_WORDS * len(fresh)] = np.array(headers, dtype=np.int32).reshape(-1)
+    for sequence, (_, first, middle, end) in zip(fresh, headers, strict=True):
+        words[first:middle] = sequence.prompt_ids
+        words[middle:end] = sequence.output_ids
+    pack.put_padded(words, words.size, 0)
+    return headers

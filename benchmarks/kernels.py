@@ -1,6 +1,6 @@
 """The GPU kernels one by one and as a chain of layers, in CUDA graphs, over buffers that no cache can hold.
 
-    python -m benchmarks.kernels [--only decode,linear,chain,prefill,small] [--sweep] [--output FILE]
+    python -m benchmarks.kernels [--only decode,linear,chain,prefill,small,sampling] [--sweep] [--output FILE]
 
 Shapes are those of Llama-3.1-8B in bfloat16. Each time is the median of several replays of a graph that calls the
 kernel on one buffer set after the other. Bytes are those that must be moved at least once.
@@ -33,7 +33,6 @@ from backend.kernels.paged_decode import (
 )
 from backend.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from backend.kernels.rope_cache import rope_and_cache
-from backend.kernels.sample import SampleWorkspace, sample
 from backend.kernels.skinny_linear import (
     MAX_ROWS,
     LinearConfig,
@@ -43,6 +42,7 @@ from backend.kernels.skinny_linear import (
     skinny_linear,
 )
 from backend.slots import LONG_PREFILL_ROWS, is_long_prefill
+from benchmarks.kernels_sampling import sampling_kernels
 
 HEADS, KV_HEADS, SIZE, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 QKV = (HEADS + 2 * KV_HEADS) * SIZE
@@ -462,54 +462,33 @@ def bench_small(report: Report, cache: Cache) -> None:
             report(f"  rows {rows:3} {name:12} {plain:6.1f} {dependent:6.1f}")
 
 
+def bench_sampling(report: Report) -> None:
+    report("sampling, µs: plain, with dependent launch; logits are normal numbers, or three times these")
+    for rows in (32, 256):
+        for scale in (1.0, 3.0):
+            for name, kernel in sampling_kernels(rows, VOCAB, scale=scale).items():
+                plain, dependent = (
+                    timed([functools.partial(kernel, turn, pdl) for turn in range(8)])
+                    for pdl in (False, True)
+                )
+                report(f"  rows {rows:3} x{scale:.0f} {name:12} {plain:6.1f} {dependent:6.1f}")
+
+
 def small_kernels(cache: Cache, rows: int) -> dict[str, Callable[[int, bool], object]]:
     x, gate_up, qkv = ([random(rows, size) for _ in range(16)] for size in (HIDDEN, 2 * INNER, QKV))
-    logits = [random(rows, VOCAB) for _ in range(4)]
     gain = torch.ones(HIDDEN, device="cuda", dtype=BF16)
     positions = torch.arange(rows, device="cuda", dtype=torch.int32)
     cos_sin = torch.randn(rows, SIZE, device="cuda")
-    workspace = SampleWorkspace(rows, VOCAB, torch.device("cuda"))
-    cold, hot = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
-    seed = torch.arange(rows, device="cuda")
-    tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
 
     def rope(turn: int, pdl: bool) -> object:
         return rope_and_cache(
             qkv[turn], positions, cos_sin, positions, cache.keys, cache.values, num_heads=HEADS, pdl=pdl
         )
 
-    def draw(
-        temperature: Tensor, turn: int, pdl: bool, filters: tuple[Tensor | None, ...] = (None, None, None)
-    ) -> object:
-        top_k, top_p, min_p = filters
-        return sample(
-            logits[turn % 4],
-            temperature,
-            seed,
-            positions,
-            workspace=workspace,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            output=tokens,
-            pdl=pdl,
-        )
-
-    def filters(top_k: int, top_p: float, min_p: float) -> tuple[Tensor, ...]:
-        zeros = torch.zeros(rows, device="cuda")
-        return (zeros.int() + top_k, zeros + top_p, zeros + min_p)
-
     return {
         "add+norm": lambda turn, pdl: add_rms_norm(x[turn], x[turn - 1], gain, 1e-5, pdl=pdl),
         "silu": lambda turn, pdl: silu_and_mul(gate_up[turn], pdl=pdl),
         "rope+cache": rope,
-        "greedy": functools.partial(draw, cold),
-        "temperature": functools.partial(draw, hot),
-        "filter-free": functools.partial(draw, hot, filters=filters(0, 1.0, 0.0)),
-        "top-p": functools.partial(draw, hot, filters=filters(0, 0.9, 0.0)),
-        "top-k, top-p": functools.partial(draw, hot, filters=filters(50, 0.9, 0.0)),
-        "min-p": functools.partial(draw, hot, filters=filters(0, 1.0, 0.05)),
-        "torch.argmax": lambda turn, pdl: logits[turn % 4].argmax(dim=1),
     }
 
 
@@ -546,7 +525,7 @@ def warm(share: str, cache: Cache) -> None:
 def main() -> None:
     """Entry point; see the module's docstring."""
     parser = argparse.ArgumentParser(description="Time the GPU kernels")
-    parser.add_argument("--only", default="rates,small,decode,linear,chain,prefill")
+    parser.add_argument("--only", default="rates,small,sampling,decode,linear,chain,prefill")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--warm")
     parser.add_argument("--output", type=Path)
@@ -577,6 +556,8 @@ def main() -> None:
             bench_prefill(report, cache, options.sweep)
         elif part == "small":
             bench_small(report, cache)
+        elif part == "sampling":
+            bench_sampling(report)
         print(f"({part}: {time.monotonic() - began:.0f} s)", flush=True)
         if options.output:
             options.output.write_text("\n".join(report.lines) + "\n")
