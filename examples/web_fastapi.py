@@ -1,19 +1,26 @@
-"""A FastAPI application that enqueues: POST a question, GET its state and answer.
+"""A FastAPI application that enqueues: POST a question, GET its answer, or watch it come.
 
-Needs fastapi and uvicorn beside the base package. Run:
+Needs fastapi and uvicorn beside the base package. Run it and open http://localhost:8000:
 
     uvicorn web_fastapi:app --app-dir examples
+
+or without a browser:
+
     curl -s localhost:8000/questions -H 'content-type: application/json' -d '{"text": "Why is the sky blue?"}'
     curl -s localhost:8000/questions/ID
+    curl -sN localhost:8000/questions/ID/events
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel
 
 from backend.api import RequestError
@@ -48,6 +55,7 @@ async def ask(question: Question, request: Request) -> dict[str, str]:
             messages=[{"role": "user", "content": question.text}],
             max_tokens=question.max_tokens,
             priority=0,
+            stream=True,
             idempotency_key=request.headers.get("idempotency-key"),
         )
     except RequestError as error:  # the caller's mistake: names the field, the value and the fix
@@ -70,3 +78,26 @@ async def answer(job_id: str, request: Request) -> dict[str, Any]:
     except JobFailedError as error:
         return {"state": error.status.state, "error": error.status.error_message}
     return {"state": "succeeded", "text": result.text, "tokens": result.completion_tokens}
+
+
+@app.get("/questions/{job_id}/events")
+async def events(job_id: str, request: Request) -> StreamingResponse:
+    """The answer as it comes, as server-sent events; a browser that lost its connection goes on where it was."""
+    client: AsyncClient = request.app.state.tokenmill
+    try:
+        await client.status(job_id)
+    except UnknownJobError as error:
+        raise HTTPException(404, str(error)) from error
+
+    async def body() -> AsyncIterator[str]:
+        async for event in client.stream(job_id, last_id=request.headers.get("last-event-id")):
+            data = event.text if event.end is None else event.end.state
+            yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+@app.get("/")
+async def page() -> FileResponse:
+    """A page to ask from."""
+    return FileResponse(Path(__file__).with_name("page.html"))

@@ -30,7 +30,7 @@ _MORE = {  # what a field means where its class leaves that to the name
     "token_ids": "the prompt as token ids",
     "tenant": "whom the job is for; stored with it",
     "custom_id": "your own name for it; unique in its batch",
-    "stream": "not there yet: true is refused",
+    "stream": "write the text to a Redis Stream as it comes, see Streams below",
 }
 _MARKERS = "<!-- {name}: written by scripts/reference.py -->\n", "<!-- end of {name} -->"
 

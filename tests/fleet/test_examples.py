@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from tests.fleet.echo_fleet import echo_fleet
+from tests.fleet.fleet import wait_until
+from tests.servers import free_port
 from workers.demo import PROMPTS
 
 EXAMPLES = PROMPTS.parent
@@ -61,3 +64,57 @@ def test_the_nightly_script_writes_dated_answers(environment: dict[str, str], tm
         (line["custom_id"], line["category"]) for line in given
     ]
     assert "30/30 done" in (tmp_path / "nightly.log").read_text(encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------- web applications
+
+SERVERS = {
+    "fastapi": ["-m", "uvicorn", "web_fastapi:app", "--app-dir", str(EXAMPLES), "--port", "{port}"],
+    "flask": ["-m", "flask", "--app", str(EXAMPLES / "web_flask.py"), "run", "--port", "{port}"],
+    "django": [str(EXAMPLES / "web_django.py"), "runserver", "--noreload", "{port}"],
+}
+
+
+@pytest.fixture(params=sorted(SERVERS))
+def web(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
+    """The address of each example application in turn."""
+    port = free_port()
+    command = [sys.executable, *(part.format(port=port) for part in SERVERS[request.param])]
+    with (tmp_path / "web.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            try:
+                return httpx2.get(f"{url}/questions/none").status_code == 404
+            except httpx2.TransportError:
+                assert process.poll() is None, (tmp_path / "web.log").read_text()
+                return False
+
+        wait_until(answers, 60, "the application to answer")
+        yield url
+        process.terminate()
+        process.wait(20)
+
+
+def test_each_web_example_accepts_streams_and_answers(web: str) -> None:
+    accepted = httpx2.post(f"{web}/questions", json={"text": "one two three"})
+    assert accepted.status_code == 202
+    address = f"{web}/questions/{accepted.json()['id']}"
+    seen = []
+    with httpx2.stream("GET", f"{address}/events", timeout=30) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        for line in stream.iter_lines():
+            name, _, value = line.partition(": ")
+            if name == "event":
+                seen.append([value, ""])
+            elif name == "data":
+                seen[-1][1] = json.loads(value)
+            if seen and seen[-1][0] == "end" and seen[-1][1]:
+                break
+    assert seen[-1] == ["end", "succeeded"]
+    text = "".join(value for kind, value in seen if kind == "text")
+    assert httpx2.get(address).json()["text"] == text != ""
+    refused = httpx2.post(f"{web}/questions", json={"text": "nul \x00"})
+    assert refused.status_code == 422
+    assert "NUL" in refused.text
