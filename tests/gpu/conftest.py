@@ -1,7 +1,9 @@
-"""Spies on logits, and ``--record-gpu FILE``: counts of flips, errors and bounds, as the tests measured them."""
+"""Spies on logits, and ``--record-gpu=FILE``: counts of flips, errors and bounds, as the tests measured them."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import platform
 import shlex
 import sys
@@ -64,6 +66,14 @@ def environment() -> list[str]:
         except PackageNotFoundError:
             versions.append(f"no {package}")
     return [device, ", ".join(versions)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_collections() -> None:
+    """Each capture of a graph collects garbage first: not among all that PyTorch and transformers have loaded."""
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -68,15 +68,19 @@ def prompts(location: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(location: str, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy float32 tokens of ``generate``, up to and with the end token."""
+    """Greedy float32 tokens of ``generate``, up to and with the end token; prompts are padded on the left."""
     model = native(location)
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=DEVICE)
+    places = torch.arange(longest, device=DEVICE)
+    mask = places >= torch.tensor([[longest - len(prompt)] for prompt in prompts], device=DEVICE)
+    output = model.generate(ids, attention_mask=mask.int(), max_new_tokens=NEW_TOKENS, do_sample=False)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
     answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=DEVICE)
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
-        )
-        answers.append(output[0, len(prompt) :].tolist())
+    for answer in output[:, longest:].tolist():
+        length = next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))
+        answers.append(answer[:length])
     return answers
 
 
