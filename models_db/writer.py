@@ -70,8 +70,8 @@ class _Op:
     def size(self) -> int:
         """Roughly the bytes that it sends."""
         if self.kind is _Kind.CLAIM:
-            message = self.payload.job.message
-            return 1000 + (2 * len(message.get("body") or "") if message is not None else 0)
+            body = (self.payload.job.message or {}).get("body")
+            return 1000 + (2 * len(body) if isinstance(body, str) else 0)
         result = self.payload.result if self.kind is _Kind.FINISH else None
         if result is None:
             return 1000

@@ -6,7 +6,8 @@ Client programs need none of this: any language can send ``tokenmill.generate`` 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from kombu import Connection, Queue
@@ -18,7 +19,11 @@ from workers.settings import Settings
 from workers.tasks import GenerateTask
 from workers.transport import with_leases
 
+if TYPE_CHECKING:
+    from celery.apps.worker import Worker
+
 POOL = "workers.pool:EnginePool"
+WORKER = "workers.worker:TokenmillWorker"
 CONSUMER = "workers.consumer:TokenmillConsumer"
 
 
@@ -26,6 +31,12 @@ class TokenmillApp(Celery):  # type: ignore[misc]
     """A Celery application that knows its settings."""
 
     settings: Settings
+
+    @cached_property
+    def Worker(self) -> type[Worker]:  # noqa: N802 - Celery's name
+        """The class of worker processes."""
+        made: type[Worker] = self.subclass_with_self(WORKER)
+        return made
 
     def connection_for_read(self, url: str | None = None, **options: Any) -> Connection:
         """A connection to consume from."""
@@ -64,6 +75,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         # Only Celery's prefork pool can tell a lost child from a failure; a single-process worker that dies is
         # covered by redelivery. Set all the same, for the tasks of other people that such a worker may run.
         "task_reject_on_worker_lost": True,
+        "worker_soft_shutdown_timeout": settings.soft_shutdown_s,
         "task_send_sent_event": False,
         "worker_pool": POOL,
         "worker_consumer": CONSUMER,

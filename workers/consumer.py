@@ -26,6 +26,9 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
         conn.ensure_connection = partial(conn.ensure_connection, **_RETRY)
         return super().ensure_connected(conn)
 
+    def cancel_active_requests(self) -> None:
+        """Nothing: the pool, which is stopped next, hands back what runs and acknowledges what has ended."""
+
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
         """What is called with each message. Whatever goes wrong with one is its own affair."""
         handle = super().create_task_handler(*args, **kwargs)

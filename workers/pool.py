@@ -117,6 +117,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self.mailbox = Mailbox()
         self._hub: Any = None
         self._stopped = False
+        self._next_timers = 0.0
         self._foreign = 0  # other tasks that run here
         self._backend: Backend | None = None
         self._engine: Engine | None = None
@@ -397,13 +398,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if table.pending:
             logger.info("Draining %d deliveries for up to %gs", table.pending, self.settings.shutdown_grace_s)
         end: float | None = None
-        next_timers = 0.0
         while table.pending or self._foreign:
-            self.mailbox.run(timeout_s=0.05)
+            self.pump(0.05)
             now = time.monotonic()
-            if now >= next_timers:
-                self._fire_timers()
-                next_timers = now + _HUB_TIMERS_S
             cold = state.should_terminate not in (None, False)
             if end is None and (cold or table.dead or now >= end_of_grace):
                 logger.info("Handing back %d jobs", table.running)
@@ -416,10 +413,13 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 break
         self.mailbox.run()
 
-    def _fire_timers(self) -> None:
-        """Leases and broker heartbeats go on while the main thread drains."""
-        if self._hub is None:
+    def pump(self, timeout_s: float) -> None:
+        """While the main thread drains: acknowledge, and keep leases and broker heartbeats going."""
+        self.mailbox.run(timeout_s)
+        now = time.monotonic()
+        if self._hub is None or now < self._next_timers:
             return
+        self._next_timers = now + _HUB_TIMERS_S
         try:
             self._hub.fire_timers()
         except Exception as exc:

@@ -219,6 +219,9 @@ class Settings(BaseSettings):
     shutdown_grace_s: float = Field(
         30.0, ge=0, description="a warm shutdown lets running jobs finish for so long and hands the rest back"
     )
+    soft_shutdown_s: float = Field(
+        0.0, ge=0, description="SIGQUIT lets running jobs finish for so long before it hands them back"
+    )
     newer_payload_delay_s: float = Field(
         5.0, ge=0, description="how long a job with a newer payload version is held before it is handed back"
     )
