@@ -6,8 +6,9 @@
     python -m benchmarks.gpu --parts fleet               a part alone, with the works that it is compared with
     python -m benchmarks.gpu --tiny                      a toy model, also on a CPU, to try the command itself
 
-Parts: works (short contexts in one engine, long ones in another, whose cache has room for fewer slots), sync, peer (transformers), fleet (the same work as Celery jobs), overlap (a profiler's trace), and
-kernels (the time of each kernel). Each engine is made for its part, and its memory is given back before the next one.
+Parts: works (short contexts in one engine, long ones in another, whose cache has room for fewer slots), sync, peer
+(transformers), fleet (the same work as Celery jobs), overlap (a profiler's trace), and kernels (the time of each
+kernel). Each engine is made for its part, and its memory is given back before the next one.
 
 The floor is the bytes of weights and of keys and values that the steps must read, over the highest read rate
 measured in this run.
