@@ -202,7 +202,7 @@ class Bench:
     def _fleet_works(self) -> list[Work]:
         if self._tiny:
             return [mixed(count=12, slots=8)]
-        return [mixed(self._options.mixed or MIXED_FILE), uniform(256, 1024)]
+        return [mixed(self._options.mixed or MIXED_FILE)]
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
