@@ -40,9 +40,11 @@ def run_engine(
     engine = AsyncEngine(make_config(model, **options))
     engine.start()
     submitted = threading.Event()
-    engine._inbox.put(
-        lambda _core: submitted.wait() and None
-    )  # or the first would be done before the last is there
+
+    def hold(_core: EngineCore) -> None:  # or the first requests would be done before the last are there
+        submitted.wait()
+
+    engine._inbox.put(hold)
     try:
         handles = [
             submit(engine, Prompt(token_ids=tuple(prompt)), **params)
@@ -52,7 +54,7 @@ def run_engine(
         tokens = [list(handle.result(timeout=120).token_ids) for handle in handles]
         stats = engine.stats()
         assert stats.kv_blocks_free == stats.kv_blocks_total
-        return tokens, engine.info().details | {"preemptions": stats.preemptions}
+        return tokens, {**engine.info().details, "preemptions": stats.preemptions}
     finally:
         submitted.set()
         engine.shutdown(drain=True)
