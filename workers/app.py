@@ -15,6 +15,7 @@ from kombu import Connection, Queue
 from workers.control import register_commands
 from workers.leases import Leases
 from workers.payload import queue_for
+from workers.results import OVERRIDES
 from workers.settings import Settings
 from workers.tasks import GenerateTask
 from workers.transport import with_leases
@@ -48,6 +49,7 @@ def make_app(settings: Settings) -> TokenmillApp:
     app = TokenmillApp("tokenmill", set_as_current=False)
     app.settings = settings
     app.conf.update(celery_config(settings))
+    app.loader.override_backends = OVERRIDES
     app.register_task(GenerateTask())
     app.steps["consumer"].add(Leases)
     register_commands()

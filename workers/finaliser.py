@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +29,8 @@ logger = get_logger(__name__)
 BACKEND_AWAY = (redis.ConnectionError, redis.TimeoutError, OperationalError, BackendError, OSError)
 T = TypeVar("T")
 Action = Callable[[], None]
+
+MOST_TOGETHER = 32  # outcomes in one round of a thread
 
 
 class Threads:
@@ -72,8 +77,22 @@ class Threads:
             run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A delivery whose outcome is committed."""
+
+    delivery: Delivery
+    call: Call
+    outcome: Outcome
+    runtime_s: float | None
+    then: Action
+
+
 class Finaliser:
     """Runs the unmodified tracer on committed outcomes, then the callbacks on the main thread.
+
+    Outcomes that wait together are traced together: their results reach Celery's backend in one write, and each
+    callback follows only after that.
 
     Args:
         post: runs an action on the main thread.
@@ -92,6 +111,9 @@ class Finaliser:
         self._threads = threads
         self._post = post
         self._starts: dict[int, Future[None]] = {}
+        self._waiting: deque[_Ended] = deque()
+        self._lock = threading.Lock()
+        self._busy = 0  # rounds that have been asked for and not begun, or that go on
 
     def started(self, delivery: Delivery) -> None:
         """Store Celery's STARTED, if asked for, when the job enters the backend rather than when it has ended."""
@@ -101,7 +123,25 @@ class Finaliser:
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
         """Run the tracer with this outcome; ``callback`` and ``then`` follow on the main thread."""
         assert delivery.call is not None
-        self._threads.submit(partial(self._trace, delivery, delivery.call, outcome, runtime_s, then))
+        with self._lock:
+            self._waiting.append(_Ended(delivery, delivery.call, outcome, runtime_s, then))
+            ask = self._busy == 0 or (self._busy < len(self._threads) and len(self._waiting) > MOST_TOGETHER)
+            self._busy += ask
+        if ask:
+            self._threads.submit(self._round)
+
+    def _round(self) -> None:
+        """Trace what waits. What is left goes behind other work of the threads."""
+        with self._lock:
+            some = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_TOGETHER))]
+        try:
+            self._trace(some)
+        finally:
+            with self._lock:
+                again = bool(self._waiting)
+                self._busy -= not again
+            if again:
+                self._threads.submit(self._round)
 
     def _store_started(self, delivery: Delivery) -> None:
         request = delivery.request
@@ -115,42 +155,59 @@ class Finaliser:
         except Exception as exc:
             logger.warning("STARTED of job %s is not stored: %r", request.id, exc)
 
-    def _trace(
-        self,
-        delivery: Delivery,
-        call: Call,
-        outcome: Outcome,
-        runtime_s: float | None,
-        then: Action,
-    ) -> None:
-        if start := self._starts.pop(delivery.number, None):
+    def _trace(self, ended: Sequence[_Ended]) -> None:
+        finishes: list[tuple[Action, BaseException | None]] = []
+        try:
+            with self._gathered(ended):
+                finishes.extend(self._call(one) for one in ended)
+        except Exception as exc:
+            # None of these results is known to be written.
+            finishes = [self._untold(one, exc) for one in ended]
+        for one, (finish, error) in zip(ended, finishes, strict=True):
+            self._tell(one, finish, error)
+
+    def _gathered(self, ended: Sequence[_Ended]) -> AbstractContextManager[None]:
+        """Let the backend write the results of many at once, where it can."""
+        wanted = [one.delivery.job_id for one in ended if not one.delivery.request.ignore_result]
+        gathered = getattr(self._task.backend, "gathered", None)
+        return nullcontext() if gathered is None or len(wanted) < 2 else gathered(wanted)
+
+    def _call(self, one: _Ended) -> tuple[Action, BaseException | None]:
+        if start := self._starts.pop(one.delivery.number, None):
             start.result()  # STARTED must not overwrite what comes now
-        with self._task.outcome(outcome):
-            finish, error = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
-        if isinstance(error, BACKEND_AWAY):
-            logger.warning(
-                "Celery's result backend does not take job %s (%r); again later", outcome.job_id, error
+        with self._task.outcome(one.outcome):
+            finish, error = run_call(
+                one.call, one.delivery.callback, one.delivery.error_callback, one.runtime_s
             )
-            finish = partial(delivery.request.hand_back, front=False)
+        return self._untold(one, error) if isinstance(error, BACKEND_AWAY) else (finish, error)
 
-        def complete() -> None:
-            delivery.request.settle()
-            try:
-                if not delivery.abandoned:
-                    finish()
-            finally:
-                then()
+    def _untold(self, one: _Ended, error: BaseException) -> tuple[Action, BaseException]:
+        logger.warning(
+            "Celery's result backend does not take job %s (%r); again later", one.delivery.job_id, error
+        )
+        return partial(one.delivery.request.hand_back, front=False), error
 
-        if self._mark_told is None or error is not None or not delivery.request.has_callbacks:
+    def _tell(self, one: _Ended, finish: Action, error: BaseException | None) -> None:
+        complete = partial(_complete, one, finish)
+        if self._mark_told is None or error is not None or not one.delivery.request.has_callbacks:
             self._post(complete)
             return
         try:
             # A delivery that comes after a crash between the two would run the links a second time.
-            marked = self._mark_told(outcome.job_id)
+            marked = self._mark_told(one.outcome.job_id)
         except WriterStoppedError:
             self._post(complete)
         else:
             marked.add_done_callback(lambda _: self._post(complete))
+
+
+def _complete(one: _Ended, finish: Action) -> None:
+    one.delivery.request.settle()
+    try:
+        if not one.delivery.abandoned:
+            finish()
+    finally:
+        one.then()
 
 
 def run_call(

@@ -93,6 +93,7 @@ class Leases(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def _renew(self, channel: Any) -> None:
         try:
+            channel.qos.send_acks()  # what could not be sent before
             renew(channel)
         except channel.connection_errors as exc:
             logger.debug("Leases not renewed: %r", exc)

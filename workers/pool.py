@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,13 @@ _HUB_TIMERS_S = 0.25
 
 
 class Mailbox:
-    """Actions for the main thread, in order. The hub runs them, or ``run`` does while a shutdown drains."""
+    """Actions for the main thread, in order. The hub runs them, or ``run`` does while a shutdown drains.
+
+    ``around`` makes a context for each round of them: what they acknowledge in it is sent together.
+    """
 
     def __init__(self) -> None:
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._actions: deque[Callable[[], None]] = deque()
         self._arrived = threading.Event()
         self._hub: Any = None
@@ -90,13 +95,14 @@ class Mailbox:
         self._arrived.clear()
         self._scheduled = False
         count = 0
-        while self._actions:
-            action = self._actions.popleft()
-            count += 1
-            try:
-                action()
-            except Exception as exc:
-                logger.error("A callback failed: %r", exc, exc_info=True)
+        with self.around():
+            while self._actions:
+                action = self._actions.popleft()
+                count += 1
+                try:
+                    action()
+                except Exception as exc:
+                    logger.error("A callback failed: %r", exc, exc_info=True)
         return count
 
     def _schedule(self) -> None:
@@ -252,6 +258,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def attach_channel(self, channel: Any) -> None:
         """The channel that deliveries come from, after each connection to the broker."""
         self._channel = channel
+        self.mailbox.around = channel.qos.gathered
         channel.paused = self._paused
         channel.worker_id = "" if self._incarnation is None else self._incarnation.id
 

@@ -22,6 +22,7 @@ from kombu.transport import redis as plain
 from kombu.transport import virtual
 from kombu.utils.json import dumps
 
+from workers.fetching import UNREADABLE, FetchingChannel, GatheringQoS
 from workers.payload import BULK_PRIORITY
 
 logger = get_logger(__name__)
@@ -56,7 +57,7 @@ class Credit:
         return cls(most, most - max(1, headroom // 4), math.ceil(slots * least_share))
 
 
-class LeaseQoS(plain.QoS):  # type: ignore[misc]
+class LeaseQoS(GatheringQoS):
     """Scores of unacknowledged deliveries are seconds on Redis's clock; bulk deliveries are counted apart."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,10 +78,13 @@ class LeaseQoS(plain.QoS):  # type: ignore[misc]
 
     def append(self, message: Any, delivery_tag: str) -> None:
         """Note a delivery as received."""
-        info = message.delivery_info
-        entry = dumps([message._raw, info["exchange"], info["routing_key"]])
-        with self.channel.conn_or_acquire() as client:
-            client.eval(_RECEIVE, 2, self.unacked_index_key, self.unacked_key, delivery_tag, entry)
+        if delivery_tag in self.recorded:
+            self.recorded.discard(delivery_tag)
+        else:
+            info = message.delivery_info
+            entry = dumps([message._raw, info["exchange"], info["routing_key"]])
+            with self.channel.conn_or_acquire() as client:
+                client.eval(_RECEIVE, 2, self.unacked_index_key, self.unacked_key, delivery_tag, entry)
         virtual.QoS.append(self, message, delivery_tag)
         if is_bulk(message.properties.get("priority")):
             self._bulk.add(delivery_tag)
@@ -106,7 +110,7 @@ class LeaseQoS(plain.QoS):  # type: ignore[misc]
         return not self.channel.paused and bool(super().can_consume())
 
 
-class LeaseChannel(plain.Channel):  # type: ignore[misc]
+class LeaseChannel(FetchingChannel):
     """See the module.
 
     Attributes:
@@ -173,6 +177,14 @@ class LeaseChannel(plain.Channel):  # type: ignore[misc]
             return urgent
         return bulk + urgent if held < self.credit.least else urgent + bulk
 
+    def fetch_plan(self) -> tuple[list[tuple[int, bool]], int | None]:
+        """The priority steps to fetch from, the first first, with which are bulk; how many of bulk at most."""
+        steps = [(step, is_bulk(step)) for step in self._steps()]
+        if self.credit is None:
+            return steps, None
+        held = self.qos.bulk
+        return steps, (self.credit.least if held < self.credit.least else self.credit.most) - held
+
     def _know_client(self, connection: Any) -> bool:
         """Ask Redis once a connection for its number, with which another one can end its wait."""
         if self._client_id is None or self._client_id[0] is not connection._sock:
@@ -197,15 +209,22 @@ class LeaseChannel(plain.Channel):  # type: ignore[misc]
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
-            return super()._brpop_read(**options)
-        except (ValueError, TypeError, LookupError, AttributeError):
-            if self._taken is None or (reason := unreadable(self._taken[1])) is None:
+            got = super()._brpop_read(**options)
+        except UNREADABLE:
+            if self._taken is None:
                 raise
-            queue = self._taken[0].decode(errors="replace").rsplit(self.sep, 1)[0]
-            self.put_aside(queue, reason, self._taken[1].decode(errors="backslashreplace"))
+            self.refuse(self._taken[0].decode(errors="replace").rsplit(self.sep, 1)[0], self._taken[1])
             return True
         finally:
             self._taken = None
+        self.fetch_more()
+        return got
+
+    def refuse(self, queue: str, raw: bytes) -> None:
+        """Put aside what cannot be read; raises again what is no fault of the message."""
+        if (reason := unreadable(raw)) is None:
+            raise
+        self.put_aside(queue, reason, raw.decode(errors="backslashreplace"))
 
 
 class LeaseTransport(plain.Transport):  # type: ignore[misc]

@@ -199,7 +199,7 @@ def test_a_warm_shutdown_under_load_leaves_nothing_unacknowledged(
 ) -> None:
     fleet = make_fleet(shutdown_grace_s=grace_s, engine={"echo_tokens_per_s": 50, "max_num_seqs": 8})
     worker = fleet.worker()
-    jobs = [fleet.submit(job_id, max_tokens=20) for job_id in ids(50)]
+    jobs = [fleet.submit(job_id, max_tokens=20) for job_id in ids(150)]
     wait_until(lambda: JobState.SUCCEEDED in fleet.states().values(), 20, "the first result")
     assert worker.stop() == 0
     assert fleet.redis.unacked() == 0
