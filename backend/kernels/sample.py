@@ -24,6 +24,12 @@ from backend.kernels.sample_scan import scan_kernel
 from backend.row_params import NUM_PARAMS
 
 _TILE = 4096
+_FILTER_TILE = 4096
+_FILTER_STAGES = 4
+_FILTER_WARPS = 16
+_SCAN_REGISTERS = 64  # a thread: most rows need few, and more programs at a time hide the memory's latency
+_RESCAN_REGISTERS = 128
+_RESCANS = 8  # programs a row
 _ROOM = 4096  # tokens among which a filter's bound is searched one by one
 
 
@@ -128,6 +134,7 @@ def sample(
         w.raw_sums,
         *sizes,
         num_warps=8,
+        maxnreg=_SCAN_REGISTERS,
         **exact,
     )
     filter_kernel[(rows,)](
@@ -141,14 +148,15 @@ def sample(
         w.spare_ids,
         *sizes,
         tiles_pad=tiles_pad,
-        tile=_TILE,
+        tile=_FILTER_TILE,
+        stages=_FILTER_STAGES,
         room=_ROOM,
         # The low bits that are zero in every logit of a narrow type need no search.
         narrow_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0),
-        num_warps=16,
+        num_warps=_FILTER_WARPS,
         **launch,
     )
-    rescan_kernel[(tiles, rows)](
+    rescan_kernel[(min(tiles, _RESCANS), rows)](
         logits,
         w.scores,
         seeds,
@@ -160,6 +168,7 @@ def sample(
         *sizes,
         tiles_pad=tiles_pad,
         num_warps=8,
+        maxnreg=_RESCAN_REGISTERS,
         **exact,
     )
     choose_kernel[(rows,)](

@@ -53,7 +53,7 @@ def rescan_kernel(
     pdl: tl.constexpr,
 ):
     """For rows with filters: the largest perturbed score of each tile once more, among the tokens that are kept."""
-    part = tl.program_id(0)
+    first = tl.program_id(0)
     row = tl.program_id(1)
     if pdl:
         gdc_launch_dependents()
@@ -65,32 +65,30 @@ def rescan_kernel(
         every = tl.arange(0, tiles_pad)
         peak_of = tl.load(peaks + row * tiles + every, mask=every < tiles, other=float("-inf"))
         peak = tl.max(peak_of, axis=0)
-        highest = tl.full([], float("-inf"), tl.float32)
-        if tl.load(peaks + row * tiles + part) >= bound:
-            token = part * tile + tl.arange(0, tile)
-            inside = token < vocab_size
-            score = load_scores(
-                logits + row.to(tl.int64) * logits_stride,
-                scores + row.to(tl.int64) * vocab_size,
-                token,
-                inside,
-                is_adjusted(asked, rows, row),
-                float("-inf"),
-            )
-            kept = inside & _kept(
-                score,
-                token,
-                peak.to(tl.float64),
-                temperature.to(tl.float64),
-                bound,
-                tl.load(bound_ids + row),
-                min_p,
-            )
-            output_index = int_param(asked, OUTPUT_INDEX, rows, row)
-            noise = exponential(token_words(tl.load(seeds + row), output_index, part * (tile // 4), tile))
-            perturbed = safe_quotient(score, temperature) - tl.log(noise)
-            highest = tl.max(tl.where(kept, perturbed, float("-inf")), axis=0)
-        tl.store(noisy + row * tiles + part, highest)
+        output_index = int_param(asked, OUTPUT_INDEX, rows, row)
+        seed = tl.load(seeds + row)
+        bound_id = tl.load(bound_ids + row)
+        adjusted = is_adjusted(asked, rows, row)
+        for part in range(first, tiles, tl.num_programs(0)):
+            highest = tl.full([], float("-inf"), tl.float32)
+            if tl.load(peaks + row * tiles + part) >= bound:
+                token = part * tile + tl.arange(0, tile)
+                inside = token < vocab_size
+                score = load_scores(
+                    logits + row.to(tl.int64) * logits_stride,
+                    scores + row.to(tl.int64) * vocab_size,
+                    token,
+                    inside,
+                    adjusted,
+                    float("-inf"),
+                )
+                kept = inside & _kept(
+                    score, token, peak.to(tl.float64), temperature.to(tl.float64), bound, bound_id, min_p
+                )
+                noise = exponential(token_words(seed, output_index, part * (tile // 4), tile))
+                perturbed = safe_quotient(score, temperature) - tl.log(noise)
+                highest = tl.max(tl.where(kept, perturbed, float("-inf")), axis=0)
+            tl.store(noisy + row * tiles + part, highest)
 
 
 @triton.jit(do_not_specialize=["tiles", "rows"])

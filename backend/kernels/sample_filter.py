@@ -4,11 +4,11 @@
 Both keep a prefix of the tokens in order of descending score, equal scores by ascending id. Such a prefix is told
 by its last token: its value, and its id, which matters where others share the value.
 
-The search narrows down in a few passes over a row. A histogram over the distance from the peak, in units of the
-temperature, bounds the mass above each bin from both sides, since a token's weight is known from its bin to a factor;
-so it tells a range of bins that holds the bound. Once few enough tokens lie in the range, they are gathered, weighed
-one by one, and bisected over the bits of their values. Rows that defeat this (thousands of equal logits at the bound,
-or a bound beyond the histogram) are bisected over the whole vocabulary instead (``backend.kernels.sample_bisect``).
+The search goes by the distance from the peak, in units of the temperature. Each pass over a row counts and weighs the
+tokens within three distances, so it leaves a quarter of the range that holds the bound. Once few enough tokens lie in
+the range, they are gathered, and bisected over the bits of their values. Rows that defeat this (thousands of equal
+logits at the bound, or a top-k of thousands) are bisected over the whole vocabulary instead
+(``backend.kernels.sample_bisect``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from backend.kernels.sample_numbers import (
     order_key,
 )
 
-_BINS = tl.constexpr(256)
-_SCALE = tl.constexpr(16.0)  # bins a unit of distance in the first pass; they reach weights of exp(-15.9)
-_PASSES = tl.constexpr(3)
+_PASSES = tl.constexpr(10)
+_FIRST_STEP = tl.constexpr(3.0)
 
 
 @triton.jit
@@ -42,49 +41,44 @@ def _distance(score, peak, inverse):
 
 
 @triton.jit
-def _bin(distance, start, scale):
-    """Bins 1 to 254, ``scale`` a unit of distance from ``start`` on; 0 nearer to the peak, 255 beyond."""
-    inner = 1 + tl.minimum((distance - start) * scale, 254.0).to(tl.int32)
-    return tl.where(distance < start, 0, inner)
-
-
-@triton.jit
-def _range(counts, start, scale, mass, mass_above, limited, top_k, top_p):
-    """First and last bin that can hold the bound, and how many tokens they hold.
-
-    ``counts`` are the tokens of each bin. Those of bin 0 weigh ``mass_above``, and all of the row ``mass``; those of
-    another bin weigh as its borders tell.
-    """
-    every = tl.arange(0, _BINS)
-    edge = start + (every - 1).to(tl.float32) / scale
-    inner = (every > 0) & (every < 255)
-    number = tl.where(inner, counts, 0).to(tl.float32)
-    heaviest = number * tl.exp(-edge)
-    lightest = number * tl.exp(-edge - 1.0 / scale)
-    upper = mass_above + tl.cumsum(heaviest, axis=0)
-    lower = mass_above + tl.cumsum(lightest, axis=0)
-    last = tl.full([], 255, tl.int32)
-    least = mass
-    most = mass
-    if limited:
-        reached = tl.cumsum(counts, axis=0)
-        last = tl.min(tl.where(reached >= top_k, every, 255), axis=0)
-        # Of the tokens in the last bin, only some are among the top k.
-        at = every == last
-        some = (top_k - tl.sum(tl.where(at, reached - counts, 0), axis=0)).to(tl.float32)
-        share = some / tl.maximum(tl.sum(tl.where(at, number, 0.0), axis=0), 1.0)
-        least = tl.sum(tl.where(at, lower - lightest * (1.0 - share), 0.0), axis=0)
-        most = tl.sum(tl.where(at, upper - heaviest * (1.0 - share), 0.0), axis=0)
-    first = last
-    if top_p < 1:
-        # Margins of many times what float32 loses in the sums.
-        first = tl.min(tl.where(upper >= top_p * least * 0.9999, every, 255), axis=0)
-        if not limited:
-            last = tl.min(tl.where(lower >= top_p * most * 1.0001, every, 255), axis=0)
-    first = tl.maximum(tl.minimum(first, last), 1)
-    last = tl.maximum(first, last)
-    held = tl.sum(tl.where((every >= first) & (every <= last), counts, 0), axis=0)
-    return first, last, held
+def _weigh(
+    logits,
+    scores,
+    adjusted,
+    peak,
+    inverse,
+    first,
+    second,
+    third,
+    vocab_size,
+    tile: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Counts and masses of the tokens nearer to the peak than three distances, and the mass of all."""
+    one, two, three = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
+    a, b, c = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32)
+    every = tl.zeros([tile], tl.float32)
+    for at in tl.range(0, vocab_size, tile, num_stages=stages):
+        token = at + tl.arange(0, tile)
+        score = load_scores(logits, scores, token, token < vocab_size, adjusted, float("-inf"))
+        distance = _distance(score, peak, inverse)
+        weight = tl.exp(-distance)
+        every += weight
+        one += (distance < first).to(tl.int32)
+        two += (distance < second).to(tl.int32)
+        three += (distance < third).to(tl.int32)
+        a += tl.where(distance < first, weight, 0.0)
+        b += tl.where(distance < second, weight, 0.0)
+        c += tl.where(distance < third, weight, 0.0)
+    return (
+        tl.sum(one, axis=0),
+        tl.sum(two, axis=0),
+        tl.sum(three, axis=0),
+        tl.sum(a.to(tl.float64), axis=0),
+        tl.sum(b.to(tl.float64), axis=0),
+        tl.sum(c.to(tl.float64), axis=0),
+        tl.sum(every.to(tl.float64), axis=0),
+    )
 
 
 @triton.jit(do_not_specialize=["tiles", "rows"])
@@ -103,6 +97,7 @@ def filter_kernel(
     rows,
     tiles_pad: tl.constexpr,
     tile: tl.constexpr,
+    stages: tl.constexpr,
     room: tl.constexpr,
     narrow_bits: tl.constexpr,
     pdl: tl.constexpr,
@@ -137,6 +132,7 @@ def filter_kernel(
                 top_p,
                 vocab_size,
                 tile,
+                stages,
                 room,
                 narrow_bits,
             )
@@ -162,42 +158,48 @@ def _bound_row(
     top_p,
     vocab_size,
     tile: tl.constexpr,
+    stages: tl.constexpr,
     room: tl.constexpr,
     narrow_bits: tl.constexpr,
 ):
     inverse = tl.minimum(1.0 / temperature, 1e30)
-    start = tl.full([], 0.0, tl.float32)
-    scale = tl.full([], _SCALE, tl.float32)
-    first = tl.full([], 1, tl.int32)
-    last = tl.full([], 254, tl.int32)
-    held = tl.full([], 2147483647, tl.int32)
+    # The bound is not nearer than ``near``, before which come ``above`` tokens, and nearer than ``far``.
+    near = tl.full([], 0.0, tl.float32)
+    far = tl.full([], float("inf"), tl.float32)
+    step = tl.full([], _FIRST_STEP, tl.float32)
+    above = tl.full([], 0, tl.int32)
+    within = tl.zeros([], tl.int32) + vocab_size  # tokens nearer than ``far``, or more
+    mass_above = tl.full([], 0.0, tl.float64)
     mass = tl.full([], 0.0, tl.float64)
+    whole = limited & (top_p < 1)  # all of the top k are needed, since their mass is
     passes = tl.full([], 0, tl.int32)
-    while (held > room) & (last < 255) & (passes < _PASSES):
-        if passes > 0:
-            # A bin more on either side, for what rounding moves.
-            end = start + (last + 1).to(tl.float32) / scale
-            start = tl.maximum(start + (first - 2).to(tl.float32) / scale, 0.0)
-            scale = 254.0 / (end - start)
-        counts = tl.zeros([_BINS], tl.int32)
-        weights = tl.zeros([tile], tl.float32)
-        weights_above = tl.zeros([tile], tl.float32)
-        for at in tl.range(0, vocab_size, tile, num_stages=2):
-            token = at + tl.arange(0, tile)
-            score = load_scores(logits, scores, token, token < vocab_size, adjusted, float("-inf"))
-            place = _bin(_distance(score, peak, inverse), start, scale)
-            counts += tl.histogram(place, _BINS)
-            weight = tl.exp((score - peak) / temperature)
-            weights += weight
-            weights_above += tl.where(place == 0, weight, 0.0)
-        mass = tl.sum(weights.to(tl.float64), axis=0)
-        mass_above = tl.sum(weights_above, axis=0)
-        first, last, held = _range(
-            counts, start, scale, mass.to(tl.float32), mass_above, limited, top_k, top_p
+    while (passes == 0) | ((within - tl.where(whole, 0, above) > room) & (passes < _PASSES)):
+        first, second, third = near + step, near + 2 * step, near + 3 * step
+        one, two, three, a, b, c, mass = _weigh(
+            logits, scores, adjusted, peak, inverse, first, second, third, vocab_size, tile, stages
         )
+        goal = tl.maximum(top_p.to(tl.float64) * mass, 1e-300)
+        reached_one = tl.where(limited, one >= top_k, a >= goal)
+        reached_two = tl.where(limited, two >= top_k, b >= goal)
+        reached_three = tl.where(limited, three >= top_k, c >= goal)
+        within = tl.where(
+            reached_one, one, tl.where(reached_two, two, tl.where(reached_three, three, within))
+        )
+        far = tl.where(reached_one, first, tl.where(reached_two, second, tl.where(reached_three, third, far)))
+        above = tl.where(reached_one, above, tl.where(reached_two, one, tl.where(reached_three, two, three)))
+        mass_above = tl.where(
+            reached_one, mass_above, tl.where(reached_two, a, tl.where(reached_three, b, c))
+        )
+        near = tl.where(
+            reached_one, near, tl.where(reached_two, first, tl.where(reached_three, second, third))
+        )
+        step = tl.where(far < float("inf"), (far - near) * 0.25, 2 * step)
         passes += 1
+    near = tl.where(whole, 0.0, near)
+    above = tl.where(whole, 0, above)
+    mass_above = tl.where(whole, 0.0, mass_above)
 
-    if (held > room) | (last == 255):
+    if within - above > room:
         bisect_row(
             logits,
             scores,
@@ -214,18 +216,13 @@ def _bound_row(
             narrow_bits,
         )
     else:
-        # Gather the tokens of the range by ascending id, and weigh what is above it.
-        above = tl.zeros([tile], tl.int32)
-        weights_above = tl.zeros([tile], tl.float32)
+        # Gather the tokens of the range by ascending id.
         gathered = 0
-        for at in tl.range(0, vocab_size, tile, num_stages=2):
+        for at in tl.range(0, vocab_size, tile, num_stages=stages):
             token = at + tl.arange(0, tile)
-            inside = token < vocab_size
-            score = load_scores(logits, scores, token, inside, adjusted, float("-inf"))
-            place = _bin(_distance(score, peak, inverse), start, scale)
-            weights_above += tl.where(place < first, tl.exp((score - peak) / temperature), 0.0)
-            above += (place < first).to(tl.int32)
-            taken = inside & (place >= first) & (place <= last)
+            score = load_scores(logits, scores, token, token < vocab_size, adjusted, float("-inf"))
+            distance = _distance(score, peak, inverse)
+            taken = (distance >= near) & (distance < far)
             entry = gathered + tl.cumsum(taken.to(tl.int32), axis=0) - 1
             tl.store(spare_values + entry, score, mask=taken & (entry < room))
             tl.store(spare_ids + entry, token, mask=taken & (entry < room))
@@ -235,8 +232,8 @@ def _bound_row(
             spare_values,
             spare_ids,
             gathered,
-            tl.sum(above, axis=0),
-            tl.sum(weights_above.to(tl.float64), axis=0),
+            above,
+            mass_above,
             mass,
             bound_at,
             bound_id_at,
@@ -275,6 +272,7 @@ def _bound_among(
     key = tl.where(here, order_key(value, low_bits), -2147483648)
     weight = tl.where(here, tl.exp((value - peak) / temperature), 0.0)
     bound = tl.min(tl.where(here, key, 2147483647), axis=0)
+    bound = tl.where(count > 0, bound, order_key(tl.full([], float("-inf"), tl.float32), low_bits))
     highest = tl.max(key, axis=0)
     allowed = tl.full([], 2147483647, tl.int32)  # tokens kept among those of the bound's own value
     if limited:
