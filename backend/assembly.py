@@ -23,21 +23,23 @@ from backend.attention.sdpa import SdpaKernel
 from backend.blocks import BlockAllocator
 from backend.config import EngineConfig
 from backend.core import EngineCore, OutputSink
-from backend.graphs import GraphRunner, decode_buckets, shared_bytes
+from backend.graphs import GraphRunner, decode_buckets
 from backend.kv_cache import (
+    MIB,
     KVCache,
     LayerShape,
-    available_memory,
     bytes_per_block,
     check_num_blocks,
     choose_num_blocks,
+    memory_fraction,
 )
 from backend.loading import LoadedModel, load_model, unsupported
+from backend.memory import MARGIN_BYTES, DeviceMemory, Needs, device_memory, memory_errors, step_bytes
 from backend.packed_linear import pack_linears
 from backend.row_params import padding_column
 from backend.rows import RowTable
 from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage, StepForward
-from backend.sampling import PenaltyState
+from backend.sampling import PenaltyState, Sampler, SamplingBatch
 from backend.scheduler import Scheduler, StepPlan
 from backend.slots import Slot, SlotLimits, StepInputs, StepLayout, StepShape
 from backend.streams import Streams, make_streams
@@ -74,26 +76,50 @@ class EngineParts:
             "graph_shared_bytes": self.runner.shared_bytes,
         }
 
+    def summary(self, free_bytes: int, needs: Needs) -> str:
+        """One line for the log: what was chosen, and where the memory went."""
+        how = self.describe()
+        graphs = "no CUDA graphs"
+        if isinstance(self.runner, GraphRunner):
+            taken = (self.runner.pool_bytes + self.runner.shared_bytes) / MIB
+            graphs = f"{self.runner.num_graphs} CUDA graphs in {taken:.0f} MiB"
+        cache = self.cache
+        return (
+            f"{self.loaded.name} on {self.loaded.device}: attention {self.kernel.name}, decode and prefill; layers "
+            f"{how['layers']}; {graphs}; KV cache {cache.num_blocks} blocks of {cache.block_size} tokens in "
+            f"{cache.num_bytes / MIB:.0f} MiB; {needs.total / MIB:.0f} MiB kept for steps, graphs and sampling; "
+            f"{free_bytes / MIB:.0f} MiB free"
+        )
+
 
 def build_engine(
-    config: EngineConfig, sink: Callable[[LoadedModel], OutputSink], clock: Callable[[], float]
+    config: EngineConfig,
+    sink: Callable[[LoadedModel], OutputSink],
+    clock: Callable[[], float],
+    memory: DeviceMemory | None = None,
 ) -> EngineParts:
-    """Load the model and put an engine around it.
+    """Load the model and put an engine around it. ``memory`` is the device's own when not given.
 
     Raises:
         ConfigurationError: the model cannot be found, does not fit, or is one that the engine cannot run.
     """
     loaded = load_model(config)
+    memory = memory or device_memory(loaded.device)
     probe = probe_layers(loaded)
     native = native_logits(loaded)
     kernel = choose_kernel(config, loaded, probe)
     forward = verified_forward(config, loaded, probe, kernel, native)
     if loaded.device.type == "cpu":
         logger.info("%d linear layers packed for this CPU", pack_linears(loaded.model))
-    cache = make_cache(config, loaded, probe.layers)
-    runner: ModelRunner | GraphRunner
-    if config.cuda_graphs and can_capture(loaded, probe.layers, kernel, forward, config.block_size):
-        runner = GraphRunner(
+    graphs = config.cuda_graphs and can_capture(loaded, probe.layers, kernel, forward, config.block_size)
+    streams = make_streams(loaded.device, config.debug_delay)
+    slots = make_slots(config, loaded.max_model_len, loaded.device, streams)
+
+    def over(cache: KVCache) -> ModelRunner | GraphRunner:
+        if not graphs:
+            sampling = SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=config.max_num_seqs)
+            return ModelRunner(forward, cache, sampling)
+        return GraphRunner(
             forward,
             cache,
             vocab_size=loaded.vocab_size,
@@ -102,9 +128,12 @@ def build_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_blocks=-(-loaded.max_model_len // config.block_size),
         )
-    else:
-        sampling = SamplingStage(loaded.vocab_size, loaded.device, max_num_seqs=config.max_num_seqs)
-        runner = ModelRunner(forward, cache, sampling)
+
+    advice = "Lower max_num_batched_tokens, max_num_seqs or max_model_len, or free memory on the device"
+    with memory_errors("The largest step", memory, advice):
+        needs = measure_needs(config, loaded, probe.layers, forward, over, slots, streams, memory)
+    cache = make_cache(config, loaded, probe.layers, kernel, memory.free(), needs)
+    runner = over(cache)
     core = make_core(
         config,
         runner=runner,
@@ -113,11 +142,16 @@ def build_engine(
         device=loaded.device,
         sink=sink(loaded),
         clock=clock,
+        streams=streams,
+        slots=slots,
         layout=runner.layout if isinstance(runner, GraphRunner) else None,
     )
     if isinstance(runner, GraphRunner):
-        runner.capture(core.slots, core.streams)
-    return EngineParts(core=core, loaded=loaded, cache=cache, kernel=kernel, forward=forward, runner=runner)
+        with memory_errors("The CUDA graphs", memory, advice):
+            runner.capture(slots, streams)
+    parts = EngineParts(core=core, loaded=loaded, cache=cache, kernel=kernel, forward=forward, runner=runner)
+    logger.info("%s", parts.summary(memory.free(), needs))
+    return parts
 
 
 def choose_kernel(config: EngineConfig, loaded: LoadedModel, probe: ProbeStep) -> AttentionKernel:
@@ -221,38 +255,26 @@ def make_core(
     sink: OutputSink,
     clock: Callable[[], float] = time.monotonic,
     streams: Streams | None = None,
+    slots: tuple[Slot, Slot] | None = None,
     layout: Callable[[StepPlan], StepLayout | None] | None = None,
 ) -> EngineCore:
     """The host side of an engine around any runner; tests and benchmarks give it a stub."""
     streams = streams or make_streams(device, config.debug_delay)
+    slots = slots or make_slots(config, max_model_len, device, streams)
     allocator = BlockAllocator(num_blocks, prefix_cache=config.prefix_cache)
-    # At least one sequence with penalties can be admitted, whatever its length.
-    penalty_tokens = max_model_len + config.max_num_batched_tokens
     scheduler = Scheduler(
         allocator,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_penalty_tokens=penalty_tokens,
+        max_penalty_tokens=_penalty_tokens(config, max_model_len),
         prefix_cache=config.prefix_cache,
-    )
-    max_blocks = -(-max_model_len // config.block_size)
-    limits = SlotLimits(
-        tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-        rows=config.max_num_seqs,
-        blocks=max_blocks,
-        logprobs=MAX_LOGPROBS,
-        penalty_tokens=penalty_tokens,
-    )
-    slots = (
-        Slot(limits, device, streams, poison=config.debug_poison),
-        Slot(limits, device, streams, poison=config.debug_poison),
     )
     streams.join_others()  # weights, cache and buffers were made on the default stream
     return EngineCore(
         scheduler=scheduler,
         allocator=allocator,
-        rows=RowTable(config.max_num_seqs, max_blocks),
+        rows=RowTable(config.max_num_seqs, -(-max_model_len // config.block_size)),
         slots=slots,
         runner=runner,
         streams=streams,
@@ -264,25 +286,125 @@ def make_core(
     )
 
 
-def make_cache(config: EngineConfig, loaded: LoadedModel, layers: list[LayerShape]) -> KVCache:
-    """The cache, sized by the configuration or by the memory that is free now that the model is loaded."""
-    # What is made later keeps its room: logits and sampling's buffers of graphs, or penalty rows on first use.
-    reserved = PenaltyState.num_bytes(config.max_num_seqs, loaded.vocab_size)
-    if loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        reserved = max(reserved, shared_bytes(config.max_num_seqs, loaded.vocab_size, loaded.dtype))
-    free_bytes = max(0, available_memory(loaded.device) - reserved)
+def make_slots(
+    config: EngineConfig, max_model_len: int, device: torch.device, streams: Streams
+) -> tuple[Slot, Slot]:
+    """The two slots of an engine with this configuration."""
+    limits = SlotLimits(
+        tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        rows=config.max_num_seqs,
+        blocks=-(-max_model_len // config.block_size),
+        logprobs=MAX_LOGPROBS,
+        penalty_tokens=_penalty_tokens(config, max_model_len),
+    )
+    return (
+        Slot(limits, device, streams, poison=config.debug_poison),
+        Slot(limits, device, streams, poison=config.debug_poison),
+    )
+
+
+def _penalty_tokens(config: EngineConfig, max_model_len: int) -> int:
+    # At least one sequence with penalties can be admitted, whatever its length.
+    return max_model_len + config.max_num_batched_tokens
+
+
+def measure_needs(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layers: list[LayerShape],
+    forward: StepForward,
+    over: Callable[[KVCache], ModelRunner | GraphRunner],
+    slots: tuple[Slot, Slot],
+    streams: Streams,
+    memory: DeviceMemory,
+) -> Needs:
+    """What the engine will take once the cache is made: measured by its largest steps over a cache of one block."""
+    state = PenaltyState.num_bytes(config.max_num_seqs, loaded.vocab_size)
+    if loaded.device.type != "cuda":
+        return Needs(state=state)
+    small = KVCache(
+        layers, num_blocks=1, block_size=config.block_size, dtype=loaded.dtype, device=loaded.device
+    )
+    runner = over(small)
+    streams.join_others()  # weights, cache and buffers were made on the default stream
+    if isinstance(runner, GraphRunner):
+        return runner.measure(slots, streams, memory)
+    step = step_bytes(memory, lambda: largest_step(config, loaded, forward, small))
+    return Needs(step=step, state=state, margin=MARGIN_BYTES)
+
+
+@torch.inference_mode()
+def largest_step(config: EngineConfig, loaded: LoadedModel, forward: StepForward, cache: KVCache) -> None:
+    """The most tokens a step may have, at the end of the longest context, and every row sampling by every option.
+
+    All of it lies in block 0: how much memory a step takes does not depend on where its tokens are.
+    """
+    count = min(config.max_num_batched_tokens, loaded.max_model_len)
+    inputs, shape = _single_row(
+        loaded.max_model_len - count, loaded.max_model_len, config.block_size, loaded.device, decode=False
+    )
+    inputs.block_table.zero_()
+    inputs.cache_slots.zero_()
+    rows = config.max_num_seqs
+    inputs.sample_tokens = torch.zeros(rows, dtype=torch.int32, device=loaded.device)
+    logits = forward(torch.zeros_like(inputs.input_ids), inputs, shape, cache)
+    Sampler(loaded.vocab_size, loaded.device).sample(logits, _every_option(rows, loaded.device))
+
+
+def _every_option(rows: int, device: torch.device) -> SamplingBatch:
+    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    ids = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+    return SamplingBatch(
+        temperature=full(1.0),
+        top_k=full(0, torch.int32),
+        top_p=full(0.999),
+        min_p=full(0.001),
+        seed=full(0, torch.int64),
+        output_index=full(0, torch.int32),
+        repetition_penalty=full(1.0),
+        presence_penalty=full(0.0),
+        frequency_penalty=full(0.0),
+        penalty_row=full(-1, torch.int32),
+        bias_ids=ids,
+        bias_values=ids.to(torch.float32),
+        banned_ids=ids,
+        any_random=True,
+        any_top_p=True,
+        any_min_p=True,
+        any_bias=True,
+        any_banned=True,
+        num_logprobs=MAX_LOGPROBS,
+    )
+
+
+def make_cache(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layers: list[LayerShape],
+    kernel: AttentionKernel,
+    free_bytes: int,
+    needs: Needs,
+) -> KVCache:
+    """The cache, sized by the configuration or by the memory that is free beside what is still needed."""
     block_bytes = bytes_per_block(layers, config.block_size, loaded.dtype)
+    if kernel.name == "sdpa" and loaded.device.type == "cuda":
+        # It gathers the rows' blocks of a layer, all of them in the worst step.
+        block_bytes += max(bytes_per_block([layer], config.block_size, loaded.dtype) for layer in layers)
     if config.num_kv_blocks is not None:
-        num_blocks = check_num_blocks(config.num_kv_blocks, free_bytes=free_bytes, block_bytes=block_bytes)
+        num_blocks = check_num_blocks(
+            config.num_kv_blocks, free_bytes=free_bytes, block_bytes=block_bytes, needed_bytes=needs.total
+        )
     else:
-        fraction = config.kv_memory_fraction or (0.9 if loaded.device.type == "cuda" else 0.5)
         num_blocks = choose_num_blocks(
             free_bytes=free_bytes,
-            fraction=fraction,
+            fraction=memory_fraction(config.kv_memory_fraction, loaded.device),
             block_bytes=block_bytes,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=loaded.max_model_len,
+            needed_bytes=needs.total,
         )
     return KVCache(
         layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=loaded.device

@@ -12,11 +12,13 @@ import logging
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from backend.api import MAX_LOGPROBS
 from backend.kv_cache import MIB, KVCache
+from backend.memory import MARGIN_BYTES, DeviceMemory, GraphKind, Needs, graph_bytes, step_bytes
 from backend.runner import StepForward, carry_over
 from backend.scheduler import StepPlan
 from backend.slots import LONG_PREFILL_TOKENS, Slot, StepInputs, StepLayout, StepShape
@@ -104,53 +106,43 @@ class GraphRunner:
         return StepLayout(size, self._max_rows, self._max_rows, self._max_blocks, self._cache.dummy_slot)
 
     @torch.inference_mode()
-    def capture(self, slots: tuple[Slot, ...], streams: Streams) -> None:
+    def measure(self, slots: tuple[Slot, Slot], streams: Streams, memory: DeviceMemory) -> Needs:
+        """What ``capture`` will take, found by capturing the largest graphs of each kind and giving them up again.
+
+        The cache may be of any size, so it is called on a runner over a small one, which serves nothing else.
+        """
+        free = memory.free()
+        self._prepare(slots, streams)
+        shared = free - memory.free()
+        step, kinds = 0, []
+        for mixed in (True, False):
+            every = [key for key in self._keys() if key.mixed == mixed]
+            largest = [replace(every[0], slot=slot) for slot in range(len(slots))]
+            step = max(step, step_bytes(memory, partial(self._warm, every[0])))
+            kinds.append(GraphKind(len(every), [partial(self._capture, key) for key in largest]))
+        return Needs(step=step, graphs=shared + graph_bytes(memory, kinds), margin=MARGIN_BYTES)
+
+    @torch.inference_mode()
+    def capture(self, slots: tuple[Slot, Slot], streams: Streams) -> None:
         """Capture every graph of both slots, the largest first, so that the smaller ones fit into its memory."""
-        from backend.kernels.sample import SampleWorkspace
         from backend.kernels.token_counts import start_rows
 
         began = time.perf_counter()
-        self._slots = slots
         device = self._cache.keys[0].device
-        self._logits = torch.empty(self._max_rows, self._vocab_size, dtype=self._dtype, device=device)
-        self._workspace = SampleWorkspace(self._max_rows, self._vocab_size, device)
-        self.shared_bytes = shared_bytes(self._max_rows, self._vocab_size, self._dtype)
+        self._prepare(slots, streams)
         torch.cuda.empty_cache()  # or memory that capturing frees would count against what it takes
         free_before = torch.cuda.mem_get_info(device)[0]
-        pool = torch.cuda.graph_pool_handle()
-        keys = [
-            GraphKey(True, size, slot, long)
-            for size in reversed(self._mixed_sizes)
-            for long in ((False, True) if size >= LONG_PREFILL_TOKENS else (False,))
-            for slot in range(len(slots))
-        ]
-        keys += [GraphKey(False, s, i) for s in reversed(self._decode_sizes) for i in range(len(slots))]
-        warmed: set[GraphKey] = set()  # of either slot
-        for key in keys:
-            layout = self._mixed_layout(key.size) if key.mixed else self._decode_layout(key.size)
-            slot, other = slots[key.slot], slots[1 - key.slot]
-            inputs = slot.blank(layout, self._cache.block_size)
-            with streams.h2d():
-                slot.copy_in()
-                slot.input_ready.record()
-            shape = StepShape(num_decode=layout.rows, has_prefill=key.mixed, long_prefill=key.long_prefill)
-            with streams.compute():
-                slot.input_ready.wait()
-                if replace(key, slot=0) not in warmed:  # compiles kernels and picks matrix products
-                    self._compute(slot, other, inputs, shape)
-                    warmed.add(replace(key, slot=0))
-                stream = torch.cuda.current_stream(device)
-                graph = torch.cuda.CUDAGraph()
-                stream.synchronize()
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    self._compute(slot, other, inputs, shape)
-            self._captured[key] = graph
+        for key in self._keys():
+            if key.slot == 0:
+                self._warm(key)
+            self._captured[key] = self._capture(key)
             logger.debug("%s: %d bytes free", key, torch.cuda.mem_get_info(device)[0])
         with streams.compute():  # compiles it: a row of no tokens
             start_rows(
                 torch.tensor([0, 4, 4, 4], dtype=torch.int32, device=device), 0, 1, self._workspace.counts
             )
         streams.synchronize()
+        torch.cuda.empty_cache()  # what the steps before each capture left behind
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
         logger.info(
             "%d CUDA graphs captured in %.1f s, %.0f MiB, and %.0f MiB that they share",
@@ -159,6 +151,61 @@ class GraphRunner:
             self.pool_bytes / MIB,
             self.shared_bytes / MIB,
         )
+
+    def _keys(self) -> list[GraphKey]:
+        """All graphs in the order of their capture, mixed steps first, the largest of each kind first."""
+        mixed = [
+            GraphKey(True, size, slot, long)
+            for size in reversed(self._mixed_sizes)
+            for long in ((False, True) if size >= LONG_PREFILL_TOKENS else (False,))
+            for slot in range(len(self._slots))
+        ]
+        decode = [
+            GraphKey(False, size, slot)
+            for size in reversed(self._decode_sizes)
+            for slot in range(len(self._slots))
+        ]
+        return mixed + decode
+
+    def _prepare(self, slots: tuple[Slot, Slot], streams: Streams) -> None:
+        """Make what all graphs share."""
+        from backend.kernels.sample import SampleWorkspace
+
+        self._slots, self._streams = slots, streams
+        device = self._cache.keys[0].device
+        self._logits = torch.empty(self._max_rows, self._vocab_size, dtype=self._dtype, device=device)
+        self._workspace = SampleWorkspace(self._max_rows, self._vocab_size, device)
+        self.shared_bytes = shared_bytes(self._max_rows, self._vocab_size, self._dtype)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _warm(self, key: GraphKey) -> None:
+        """Run a step of padding as it is: that compiles kernels and picks matrix products."""
+        inputs, shape = self._blank(key)
+        with self._streams.compute():
+            self._slots[key.slot].input_ready.wait()
+            self._compute(self._slots[key.slot], self._slots[1 - key.slot], inputs, shape)
+
+    def _capture(self, key: GraphKey) -> torch.cuda.CUDAGraph:
+        inputs, shape = self._blank(key)
+        slot = self._slots[key.slot]
+        with self._streams.compute():
+            slot.input_ready.wait()
+            stream = torch.cuda.current_stream(self._logits.device)
+            graph = torch.cuda.CUDAGraph()
+            stream.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                self._compute(slot, self._slots[1 - key.slot], inputs, shape)
+        return graph
+
+    def _blank(self, key: GraphKey) -> tuple[StepInputs, StepShape]:
+        """The inputs of a step of nothing but padding, on their way to the device."""
+        layout = self._mixed_layout(key.size) if key.mixed else self._decode_layout(key.size)
+        slot = self._slots[key.slot]
+        inputs = slot.blank(layout, self._cache.block_size)
+        with self._streams.h2d():
+            slot.copy_in()
+            slot.input_ready.record()
+        return inputs, StepShape(num_decode=layout.rows, has_prefill=key.mixed, long_prefill=key.long_prefill)
 
     def _compute(self, slot: Slot, other: Slot, inputs: StepInputs, shape: StepShape) -> None:
         from backend.kernels.sample import sample

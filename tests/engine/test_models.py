@@ -15,11 +15,18 @@ import torch
 
 from backend import assembly, loading, model_source
 from backend.api import ConfigurationError, UnsupportedModelError
-from backend.assembly import build_engine, native_logits, probe_layers, verified_forward, verify_paged
+from backend.assembly import (
+    build_engine,
+    largest_step,
+    native_logits,
+    probe_layers,
+    verified_forward,
+    verify_paged,
+)
 from backend.attention.sdpa import SdpaKernel
 from backend.config import EngineConfig
 from backend.fused import find_pattern, fuse_layer
-from backend.kv_cache import bytes_per_block
+from backend.kv_cache import KVCache, bytes_per_block
 from backend.loading import LoadedModel, expected_layers, load_model
 from backend.model_source import resolve_model
 from backend.runner import ModuleForward
@@ -297,16 +304,54 @@ def test_encoders_are_refused_at_the_latest_by_comparison(tmp_path: Path, model_
         build_engine(config, lambda _loaded: None, lambda: 0.0)  # type: ignore[arg-type, return-value]
 
 
-def test_no_room_for_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import backend.assembly
+class FullMemory:
+    """Almost nothing is left once the weights are loaded."""
 
-    monkeypatch.setattr(backend.assembly, "available_memory", lambda _device: 5000)
+    def free(self) -> int:
+        return 5000
+
+    def watch(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 0
+
+
+def test_no_room_for_the_cache(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"KV cache does not fit.*Lower max_model_len"):
         build_engine(
             EngineConfig(model=str(folder), tokenizer="none", device="cpu"),
-            lambda _loaded: None,
-            lambda: 0.0,  # type: ignore[arg-type, return-value]
+            lambda _loaded: None,  # type: ignore[arg-type, return-value]
+            lambda: 0.0,
+            FullMemory(),
         )
+
+
+def test_the_largest_step_runs_over_a_cache_of_one_block(folder: Path) -> None:
+    config = EngineConfig(
+        model=str(folder),
+        tokenizer="none",
+        device="cpu",
+        max_num_seqs=3,
+        max_num_batched_tokens=48,
+        block_size=4,
+    )
+    loaded = load_model(config)
+    layers = probe_layers(loaded).layers
+    cache = KVCache(layers, num_blocks=1, block_size=4, dtype=loaded.dtype, device=loaded.device)
+    cache.keys[0].fill_(7)
+    shapes = []
+    forward = ModuleForward(loaded.model, SdpaKernel())
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        logits = forward(*arguments)
+        shapes.append((arguments[0].shape, logits.shape))
+        return logits
+
+    largest_step(config, loaded, watched, cache)  # type: ignore[arg-type]
+    assert shapes == [((48,), (3, loaded.vocab_size))]
+    written = (cache.keys[0].flatten(0, 1) != 7).any(dim=-1).any(dim=-1)
+    assert written.tolist() == [True] + [False] * 7
 
 
 def test_no_room_for_one_sequence_is_found_before_the_weights_are_read(
