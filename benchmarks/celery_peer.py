@@ -1,4 +1,4 @@
-"""The plain Celery application that ``benchmarks.fleet`` compares with: one thread a job, result into SQL."""
+"""The plain Celery application that ``benchmarks.fleet`` compares with: one thread a job, Celery's own results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from celery import Celery
 
 BROKER = "PEER_BROKER_URL"
 RESULTS = "PEER_RESULT_URL"
+PREFETCH = "PEER_PREFETCH"  # deliveries a thread
 
 app = Celery("peer", broker=os.environ.get(BROKER), backend=os.environ.get(RESULTS))
 app.conf.update(
     task_acks_late=True,  # as ours: a job is acknowledged when its result is stored
-    worker_prefetch_multiplier=4,
+    worker_prefetch_multiplier=int(os.environ.get(PREFETCH, "4")),
     broker_connection_retry_on_startup=True,
-    database_engine_options={"connect_args": {"timeout": 60}},
+    result_expires=86_400,
+    database_engine_options={"pool_size": 20, "pool_pre_ping": False},
 )
 
 

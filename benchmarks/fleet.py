@@ -1,124 +1,119 @@
 """Jobs a second through Redis, a worker and SQL, without a model; plain Celery with threads as the peer.
 
     python -m benchmarks.fleet
-    python -m benchmarks.fleet --jobs 1000
+    python -m benchmarks.fleet --jobs 1000 --queued 0        # the rates alone, quickly
 
-Both get the same prompts from a private Redis, echo them in one worker process and commit each result to a
-SQLite file of its own before they acknowledge it. All jobs are queued before the worker starts, and the rate is
-that between the first and the last result in the database, so that neither the start nor the publisher counts.
+The rates: every system gets the same prompts from a private Redis and echoes them in one worker process with the
+same number of deliveries in flight. Ours commits each job to PostgreSQL and gives Celery its result in Redis, and
+acknowledges after both. The peers are Celery's ``-P threads`` with its results in Redis, and with its results in
+PostgreSQL. All jobs are queued before a worker starts; the rate is that between the first and the last result, and
+the CPU time is the worker's own between two looks, so that neither start nor publisher counts.
+
+Then, with many bulk jobs submitted through the client and queued: the rate of that submission beside what the
+database alone takes, the worker's memory while it works through them, and how soon an urgent job starts meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
 import redis
 from rich.table import Table
-from sqlalchemy import Engine, create_engine, func, select, text
+from sqlalchemy import Engine, create_engine, func, make_url, select, text
 
 from benchmarks import report
 from models_db import migrate
-from models_db.ids import uuid7
-from models_db.jobs import insert_jobs, mark_published
-from models_db.records import NewJob
+from models_db.jobs import insert_jobs
 from models_db.session import make_engine
 from models_db.tables import Job, JobState
+from tests.servers import ServerUnavailableError, server
+from workers.client import Client
+from workers.client.sync import Submission
 from workers.demo import stop_group
-from workers.payload import GeneratePayload, build_message, publish, queue_for
+from workers.payload import BULK_PRIORITY
 from workers.private_redis import PrivateRedis
-from workers.settings import load_settings
+from workers.settings import Settings, load_settings
 
 PROMPT = "the quick brown fox jumps over the lazy dog and runs away"
 MAX_TOKENS = 32
 TIMEOUT_S = 600.0
+LOOK_S = 0.25
 _CHUNK = 500
 
 
-def tokenmill(jobs: int, folder: Path, broker_url: str, slots: int) -> float:
-    """Jobs a second of a Tokenmill worker with the echo backend."""
-    url = f"sqlite:///{folder / 'tokenmill.db'}"
-    settings = load_settings(
-        broker_url=broker_url,
-        database_url=url,
-        backend="echo",
-        model="echo",
-        engine={"max_num_seqs": slots, "max_num_batched_tokens": max(512, slots)},
-    )
-    migrate.upgrade(url)
-    engine = make_engine(url)
-    payload = GeneratePayload.parse({"model": "echo", "prompt": PROMPT, "max_tokens": MAX_TOKENS})
-    with redis.Redis.from_url(broker_url) as server:
-        for start in range(0, jobs, _CHUNK):
-            ids = [str(uuid7()) for _ in range(min(_CHUNK, jobs - start))]
-            messages = {job_id: build_message(job_id, payload, settings) for job_id in ids}
-            rows = [
-                NewJob(
-                    id=job_id,
-                    model="echo",
-                    queue=queue_for("echo"),
-                    params=payload.params(),
-                    prompt=payload.prompt_json(),
-                    message=messages[job_id],
-                    priority=payload.priority,
-                )
-                for job_id in ids
-            ]
-            with engine.begin() as connection:
-                insert_jobs(connection, rows)
-            publish(server.pipeline(), messages.values())
-            with engine.begin() as connection:
-                mark_published(connection, ids)
-    variables = {
-        "TOKENMILL_BROKER_URL": broker_url,
-        "TOKENMILL_DATABASE_URL": url,
-        "TOKENMILL_BACKEND": "echo",
-        "TOKENMILL_MODEL": "echo",
-        "TOKENMILL_ENGINE__MAX_NUM_SEQS": str(slots),
-        "TOKENMILL_ENGINE__MAX_NUM_BATCHED_TOKENS": str(max(512, slots)),
-    }
-    ended = select(func.count()).where(Job.state == JobState.SUCCEEDED)
-    times = select(func.min(Job.finished_at), func.max(Job.finished_at)).where(
-        Job.state == JobState.SUCCEEDED
-    )
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One run of one system."""
 
-    def done() -> int:
-        with engine.connect() as connection:
-            return connection.scalar(ended) or 0
+    jobs_per_s: float
+    cpu_ms_per_job: float | None  # of the worker process; unknown where there is no /proc
 
-    try:
-        _run_worker(
-            ["-m", "workers.cli", "worker", "--once"], variables, folder / "tokenmill.log", done, jobs
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What was seen while a worker worked through many queued jobs."""
+
+    queued: int
+    submitted_per_s: float
+    database_per_s: float  # the same rows, inserted by nobody else and published nowhere
+    done: int
+    rss_mib: list[float]  # each second
+    urgent_s: list[float]  # from submission to start
+
+
+# ------------------------------------------------------------------------------------------------------ systems
+
+
+def tokenmill(jobs: int, folder: Path, broker_url: str, database_url: str, slots: int) -> Rate:
+    """A Tokenmill worker with the echo backend."""
+    settings = _settings(broker_url, database_url, slots)
+    migrate.upgrade(database_url)
+    with Client(settings) as client:
+        _submit(client, jobs)
+        engine = client.engine()
+        ended = select(func.count(), func.min(Job.finished_at), func.max(Job.finished_at)).where(
+            Job.state == JobState.SUCCEEDED
         )
-        with engine.connect() as connection:
-            first, last = connection.execute(times).one()
-        if first is None or last is None:
-            raise RuntimeError("no job has an end")
-        return rate(jobs, first, last)
-    finally:
-        engine.dispose()
+
+        def done() -> tuple[int, datetime | None, datetime | None]:
+            with engine.connect() as connection:
+                count, first, last = connection.execute(ended).one()
+                return count, first, last
+
+        return _measure(_worker(settings, folder), jobs, done)
 
 
-def celery_threads(jobs: int, folder: Path, broker_url: str, threads: int) -> float:
-    """Jobs a second of a plain Celery worker with ``-P threads``."""
-    from benchmarks.celery_peer import BROKER, RESULTS, echo
+def celery_threads(
+    jobs: int, folder: Path, broker_url: str, database_url: str | None, threads: int, prefetch: int
+) -> Rate:
+    """A plain Celery worker with ``-P threads``; its results go to the database, or to the broker's Redis."""
+    from benchmarks.celery_peer import BROKER, PREFETCH, RESULTS, echo
 
-    results = f"sqlite:///{folder / 'celery.db'}"
+    results = broker_url if database_url is None else f"db+{_celery_url(database_url)}"
     app = echo.app
     app.conf.broker_url = broker_url
     with app.connection_for_write() as connection:
         for _ in range(jobs):
             echo.apply_async((PROMPT, MAX_TOKENS), connection=connection, ignore_result=False)
-    engine = create_engine(results, connect_args={"timeout": 60})
+    variables = {
+        BROKER: broker_url,
+        RESULTS: results,
+        PREFETCH: str(max(1, prefetch // threads)),
+        "C_FORCE_ROOT": "1",
+    }
     command = [
         "-m",
         "celery",
@@ -130,22 +125,88 @@ def celery_threads(jobs: int, folder: Path, broker_url: str, threads: int) -> fl
         "-c",
         str(threads),
     ]
-    variables = {BROKER: broker_url, RESULTS: f"db+{results}", "C_FORCE_ROOT": "1"}
+    worker = _start([*command, "--without-gossip", "--loglevel", "warning"], variables, folder / "celery.log")
+    if database_url is None:
+        with redis.Redis.from_url(broker_url) as store:
+            return _measure(worker, jobs, lambda: _done_in_redis(store, jobs))
+    engine = create_engine(_celery_url(database_url))
     try:
-        _run_worker(
-            [*command, "--loglevel", "warning"],
-            variables,
-            folder / "celery.log",
-            lambda: _celery_done(engine),
-            jobs,
-        )
-        with engine.connect() as sql:
-            first, last = sql.execute(
-                text("select min(date_done), max(date_done) from celery_taskmeta")
-            ).one()
-        return rate(jobs, datetime.fromisoformat(first), datetime.fromisoformat(last))
+        return _measure(worker, jobs, lambda: _done_in_sql(engine))
     finally:
         engine.dispose()
+
+
+def under_load(
+    queued: int, seconds: float, folder: Path, broker_url: str, database_url: str, slots: int
+) -> Load:
+    """Queue many bulk jobs, let a worker work through them for a while, and submit an urgent one each second."""
+    settings = _settings(broker_url, database_url, slots)
+    migrate.upgrade(database_url)
+    with Client(settings) as client:
+        engine = client.engine()
+        alone = _database_alone(client, engine, min(queued, 10_000))
+        began = time.monotonic()
+        _submit(client, queued)
+        submitted = queued / (time.monotonic() - began)
+        ended = select(func.count()).where(Job.state == JobState.SUCCEEDED, Job.priority == BULK_PRIORITY)
+
+        def count() -> int:
+            with engine.connect() as connection:
+                return connection.scalar(ended) or 0
+
+        rss: list[float] = []
+        urgent: list[str] = []
+        with _worker(settings, folder) as worker:
+            _wait(lambda: count() > 0, worker, "the first job to end")
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                urgent.append(client.submit(PROMPT, max_tokens=MAX_TOKENS, priority=0).id)
+                time.sleep(1.0)
+                rss.append(_rss_mib(worker.pid))
+            for job_id in urgent:
+                client.wait(job_id, timeout_s=60)
+            done = count()
+        waits = []
+        for job_id in urgent:
+            status = client.status(job_id)
+            assert status.started_at is not None
+            waits.append((status.started_at - status.created_at).total_seconds())
+    return Load(queued, submitted, alone, done, rss, waits)
+
+
+def _settings(broker_url: str, database_url: str, slots: int) -> Settings:
+    return load_settings(
+        broker_url=broker_url,
+        database_url=database_url,
+        backend="echo",
+        model="echo",
+        log_level="warning",
+        engine={"max_num_seqs": slots, "max_num_batched_tokens": max(512, slots)},
+    )
+
+
+def _submit(client: Client, jobs: int) -> None:
+    """Submit bulk jobs as ``tokenmill bulk run`` does."""
+    request = {"model": "echo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "priority": BULK_PRIORITY}
+    for _ in client.submit_many(request for _ in range(jobs)):
+        pass
+
+
+def _database_alone(client: Client, engine: Engine, jobs: int) -> float:
+    """Rows a second of ready jobs in transactions of the client's size. They are removed again."""
+    payload = client.payload({"model": "echo", "prompt": PROMPT, "max_tokens": MAX_TOKENS})
+    rows = client.new_jobs([Submission(payload)] * jobs)
+    began = time.monotonic()
+    for start in range(0, jobs, _CHUNK):
+        with engine.begin() as connection:
+            insert_jobs(connection, rows[start : start + _CHUNK])
+    rate = jobs / (time.monotonic() - began)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM job"))
+    return rate
+
+
+# ------------------------------------------------------------------------------------------------ measuring
 
 
 def rate(jobs: int, first: datetime, last: datetime) -> float:
@@ -159,71 +220,262 @@ def rate(jobs: int, first: datetime, last: datetime) -> float:
     return jobs / (last - first).total_seconds()
 
 
-def _celery_done(engine: Engine) -> int:
+Done = Callable[[], tuple[int, datetime | None, datetime | None]]
+
+
+class WorkerProcess:
+    """A worker and its log. The context stops it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self._log = log
+        self.pid = process.pid
+
+    def check(self) -> None:
+        """Raise when it has ended."""
+        if self._process.poll() is not None:
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
+            raise RuntimeError(
+                f"the worker ended with {self._process.returncode}. Its log ends with:\n{tail}"
+            )
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop_group(self._process)
+
+
+def _measure(worker: WorkerProcess, jobs: int, done: Done) -> Rate:
+    """Wait until a worker has done all jobs; stops it."""
+    with worker:
+        _wait(lambda: done()[0] > 0, worker, "the first result")
+        before, cpu = done()[0], _cpu_s(worker.pid)
+        _wait(lambda: done()[0] >= jobs, worker, "the last result")
+        after = _cpu_s(worker.pid)
+        _, first, last = done()
+    assert first is not None
+    assert last is not None
+    spent = None if cpu is None or after is None or before >= jobs else 1e3 * (after - cpu) / (jobs - before)
+    return Rate(rate(jobs, first, last), spent)
+
+
+def _wait(until: Callable[[], bool], worker: WorkerProcess, what: str) -> None:
+    limit = time.monotonic() + TIMEOUT_S
+    while not until():
+        worker.check()
+        if time.monotonic() > limit:
+            raise RuntimeError(f"waited {TIMEOUT_S:g} s for {what}")
+        time.sleep(LOOK_S)
+
+
+def _done_in_redis(store: redis.Redis, jobs: int) -> tuple[int, datetime | None, datetime | None]:
+    keys = list(store.scan_iter("celery-task-meta-*", count=10_000))
+    if len(keys) < jobs:
+        return len(keys), None, None
+    times = [datetime.fromisoformat(json.loads(raw)["date_done"]) for raw in store.mget(keys) if raw]
+    return len(keys), min(times), max(times)
+
+
+def _done_in_sql(engine: Engine) -> tuple[int, datetime | None, datetime | None]:
+    if engine.dialect.name == "sqlite":
+        present = "select count(*) from sqlite_master where name = 'celery_taskmeta'"
+    else:
+        present = "select count(*) from information_schema.tables where table_name = 'celery_taskmeta'"
     with engine.connect() as sql:
-        if not sql.scalar(text("select count(*) from sqlite_master where name = 'celery_taskmeta'")):
-            return 0
-        return int(sql.scalar(text("select count(*) from celery_taskmeta where status = 'SUCCESS'")) or 0)
+        if not sql.scalar(text(present)):
+            return 0, None, None
+        count, *times = sql.execute(
+            text(
+                "select count(*), min(date_done), max(date_done) from celery_taskmeta where status = 'SUCCESS'"
+            )
+        ).one()
+    first, last = (datetime.fromisoformat(one) if isinstance(one, str) else one for one in times)
+    return count, first, last
 
 
-def _run_worker(
-    arguments: list[str], variables: dict[str, str], log: Path, done: Callable[[], int], jobs: int
-) -> None:
-    """Start a worker, wait until it has stored every result, and stop it."""
-    root = Path(__file__).resolve().parent.parent
+def _processes(pid: int) -> list[list[str]]:
+    """``/proc``'s numbers of a process and all below it, from its state on; none where there is no ``/proc``."""
+    found: dict[int, list[str]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            found[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
+    tree = [pid] if pid in found else []
+    for parent in tree:  # grows while it is walked
+        tree.extend(child for child, numbers in found.items() if int(numbers[1]) == parent)
+    return [found[each] for each in tree]
+
+
+def _cpu_s(pid: int) -> float | None:
+    """CPU seconds of a worker: its supervisor and its process."""
+    ticks = [int(numbers[11]) + int(numbers[12]) for numbers in _processes(pid)]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+def _rss_mib(pid: int) -> float:
+    """Resident memory of a worker's largest process."""
+    pages = max((int(numbers[21]) for numbers in _processes(pid)), default=0)
+    return float(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+
+def _worker(settings: Settings, folder: Path) -> WorkerProcess:
+    slots = settings.engine.max_num_seqs
+    variables = {
+        "TOKENMILL_BROKER_URL": settings.broker_url,
+        "TOKENMILL_DATABASE_URL": settings.database_url,
+        "TOKENMILL_BACKEND": "echo",
+        "TOKENMILL_MODEL": "echo",
+        "TOKENMILL_LOG_LEVEL": settings.log_level,
+        "TOKENMILL_ENGINE__MAX_NUM_SEQS": str(slots),
+        "TOKENMILL_ENGINE__MAX_NUM_BATCHED_TOKENS": str(settings.engine.max_num_batched_tokens),
+    }
+    return _start(["-m", "workers.cli", "worker", "--once"], variables, folder / "tokenmill.log")
+
+
+def _start(arguments: list[str], variables: dict[str, str], log: Path) -> WorkerProcess:
     with log.open("wb") as file:
-        worker = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *arguments],
             env=os.environ | variables,
-            cwd=root,
+            cwd=Path(__file__).resolve().parent.parent,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    return WorkerProcess(process, log)
+
+
+# --------------------------------------------------------------------------------------------------- databases
+
+
+@contextmanager
+def _postgresql() -> Iterator[str | None]:
+    """A server's URL, or nothing where there is none."""
+    with ExitStack() as stack:
+        try:
+            url: str | None = stack.enter_context(server("postgresql")).url
+        except ServerUnavailableError as exc:
+            print(f"SQLite stands in for PostgreSQL: {exc}", file=sys.stderr)
+            url = None
+        yield url
+
+
+@contextmanager
+def _database(on: str | None, folder: Path) -> Iterator[str]:
+    """A new database with the server's own settings for durability; a file where there is no server."""
+    if on is None:
+        yield f"sqlite:///{folder / f'{secrets.token_hex(4)}.db'}"
+        return
+    name = f"tokenmill_bench_{secrets.token_hex(6)}"
+    engine = make_engine(on).execution_options(isolation_level="AUTOCOMMIT")
     try:
-        limit = time.monotonic() + TIMEOUT_S
-        while (count := done()) < jobs:
-            if worker.poll() is not None or time.monotonic() > limit:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-                raise RuntimeError(f"the worker did {count} of {jobs} jobs. Its log ends with:\n{tail}")
-            time.sleep(0.25)
+        with engine.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE {name}"))
+        yield make_url(on).set(database=name).render_as_string(hide_password=False)
+        with engine.connect() as connection:
+            connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
     finally:
-        stop_group(worker)
+        engine.dispose()
+
+
+def _celery_url(url: str) -> str:
+    return (
+        make_url(url).set(drivername="postgresql+psycopg").render_as_string(False) if "post" in url else url
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- main
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the measurement; see the module's text."""
     parser = argparse.ArgumentParser(prog="benchmarks.fleet", description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=3000)
+    parser.add_argument(
+        "--jobs", type=int, default=5000, help="jobs of each system; a fifth where it is slow"
+    )
     parser.add_argument("--slots", type=int, default=64, help="slots of the echo backend")
     parser.add_argument("--threads", type=int, default=16, help="threads of the Celery worker")
+    parser.add_argument(
+        "--queued", type=int, default=100_000, help="bulk jobs queued for the load; 0 skips it"
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long the load lasts")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
-    rates: dict[str, list[float]] = {"tokenmill, echo": [], f"celery, {options.threads} threads": []}
-    ours, peer = rates
-    for _ in range(options.repetitions):
-        for name in (ours, peer):
+    prefetch = options.slots + load_settings(model="echo").headroom(options.slots)
+    load: Load | None = None
+    with _postgresql() as postgresql:
+        sql = "PostgreSQL" if postgresql else "SQLite"
+        ours, in_redis, in_sql = "tokenmill", "celery, results in Redis", f"celery, results in {sql}"
+        runs: dict[str, list[Rate]] = {ours: [], in_redis: [], in_sql: []}
+        for _ in range(options.repetitions):
+            for name, found in runs.items():
+                with ExitStack() as stack:
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                    broker = stack.enter_context(PrivateRedis(folder)).url
+                    url = stack.enter_context(_database(postgresql, folder))
+                    if name == ours:
+                        one = tokenmill(options.jobs, folder, broker, url, options.slots)
+                    else:
+                        jobs = options.jobs if name == in_redis else max(100, options.jobs // 5)
+                        results = None if name == in_redis else url
+                        one = celery_threads(jobs, folder, broker, results, options.threads, prefetch)
+                found.append(one)
+                print(f"{name}: {one.jobs_per_s:.0f} jobs/s", file=sys.stderr)
+        if options.queued:
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                server = stack.enter_context(PrivateRedis(folder))
-                if name == ours:
-                    found = tokenmill(options.jobs, folder, server.url, options.slots)
-                else:
-                    found = celery_threads(options.jobs, folder, server.url, options.threads)
-            rates[name].append(found)
-            print(f"{name}: {found:.0f} jobs/s", file=sys.stderr)
-    shown = Table(title=f"{options.jobs} echo jobs through Redis into SQLite, one worker process")
-    for column in ("system", "jobs/s (median, all)", "x celery"):
-        shown.add_column(column, justify="left" if column == "system" else "right")
-    middle = {name: statistics.median(each) for name, each in rates.items()}
-    for name, each in rates.items():
-        listed = " ".join(f"{one:.0f}" for one in each)
-        shown.add_row(name, f"{middle[name]:.0f} ({listed})", f"{middle[name] / middle[peer]:.2f}")
+                broker = stack.enter_context(PrivateRedis(folder)).url
+                url = stack.enter_context(_database(postgresql, folder))
+                load = under_load(options.queued, options.seconds, folder, broker, url, options.slots)
+    title = f"echo jobs from Redis, one worker process, {prefetch} deliveries in flight; ours into {sql}"
+    tables = [_rates_table(title, runs)]
+    if load is not None:
+        tables.append(_load_table(load))
     command = " ".join(["python -m benchmarks.fleet", *(sys.argv[1:] if arguments is None else arguments)])
-    report.keep("fleet", command, [shown], {"jobs": options.jobs, "jobs_per_s": rates}, options.output)
+    data = {
+        "jobs": options.jobs,
+        "rates": {name: [asdict(one) for one in found] for name, found in runs.items()},
+        "load": None if load is None else asdict(load),
+    }
+    report.keep("fleet", command, tables, data, options.output)
     return 0
+
+
+def _rates_table(title: str, runs: dict[str, list[Rate]]) -> Table:
+    shown = Table(title=title)
+    for column in ("system", "jobs/s (median, all)", "CPU ms a job", "ours is"):
+        shown.add_column(column, justify="left" if column == "system" else "right")
+    middle = {name: statistics.median(one.jobs_per_s for one in found) for name, found in runs.items()}
+    ours = next(iter(middle.values()))
+    for name, found in runs.items():
+        listed = " ".join(f"{one.jobs_per_s:.0f}" for one in found)
+        cpu = [one.cpu_ms_per_job for one in found if one.cpu_ms_per_job is not None]
+        shown.add_row(
+            name,
+            f"{middle[name]:.0f} ({listed})",
+            f"{statistics.median(cpu):.2f}" if cpu else "unknown",
+            f"{ours / middle[name]:.2f} x",
+        )
+    return shown
+
+
+def _load_table(load: Load) -> Table:
+    shown = Table(title=f"{load.queued:,} bulk jobs queued")
+    for column in ("what", "measured"):
+        shown.add_column(column)
+    settled = load.rss_mib[len(load.rss_mib) // 5 :] or [0.0]
+    shown.add_row("submitted by the client, committed and published", f"{load.submitted_per_s:,.0f} jobs/s")
+    shown.add_row("the same rows into the database alone", f"{load.database_per_s:,.0f} rows/s")
+    shown.add_row("done by the worker meanwhile", f"{load.done:,} jobs in {len(load.rss_mib)} s")
+    shown.add_row("worker's memory, after a fifth of the time", f"{settled[0]:.0f} MiB")
+    shown.add_row("worker's memory, at the end", f"{settled[-1]:.0f} MiB (most {max(settled):.0f})")
+    shown.add_row(
+        f"start of an urgent job, {len(load.urgent_s)} of them",
+        f"{statistics.median(load.urgent_s):.2f} s (longest {max(load.urgent_s):.2f})",
+    )
+    return shown
 
 
 if __name__ == "__main__":
