@@ -35,7 +35,7 @@ SOLO_LIMIT = 2
 KILLED_ITS_WORKER = "WorkerDiedError"
 DIED = "the worker died"
 
-_LAST_WORDS = timedelta(seconds=60)
+_LAST_WORDS = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Burial:
     queued: list[str] = field(default_factory=list)  # to be published again
     suspects: list[str] = field(default_factory=list)  # queued, but not for everyone
     ended: list[str] = field(default_factory=list)  # failed or cancelled by this; Celery has to hear of it
-    untold: list[str] = field(default_factory=list)  # ended before, but perhaps Celery has not heard of it
+    untold: list[str] = field(
+        default_factory=list
+    )  # ended just before; if links follow, they may not have run
 
 
 def bury(conn: Connection, worker_id: str, *, now: datetime | None = None) -> Burial:
@@ -154,7 +156,7 @@ def _in_flight(conn: Connection, owners: Collection[str]) -> dict[str, int]:
 
 
 def _untold(conn: Connection, worker_id: str, last_beat: datetime) -> list[str]:
-    """Jobs that the worker ended so shortly before its death that it may not have told Celery.
+    """Jobs that the worker ended so shortly before its death that their links may not have been run.
 
     Both times were written by its own clock.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
@@ -106,33 +104,6 @@ def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None
     except InvalidValueError as exc:
         delivery.error = RequestError(str(exc))
         delivery.payload = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRequest:
-    """What a stored message asks for."""
-
-    payload: GeneratePayload | None
-    error: TokenmillError | None
-    soft_s: float | None
-    hard_s: float | None
-
-
-def read_stored(message: Mapping[str, Any] | None) -> StoredRequest:
-    """The request in a stored message, to run a job that has no delivery."""
-    try:
-        if message is None:
-            raise RequestError("is not stored", field="message")
-        body = message["body"]
-        if message["properties"].get("body_encoding") == "base64":
-            body = base64.b64decode(body).decode()
-        (data, *_), *_ = json.loads(body)
-        hard_s, soft_s = message["headers"].get("timelimit") or (None, None)
-        return StoredRequest(GeneratePayload.parse(data), None, soft_s, hard_s)
-    except TokenmillError as exc:
-        return StoredRequest(None, exc, None, None)
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return StoredRequest(None, RequestError("cannot be read", field="message"), None, None)
 
 
 def _without_text(error: RequestError) -> RequestError:

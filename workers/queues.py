@@ -10,7 +10,7 @@ import redis
 from kombu import Connection
 from kombu.exceptions import KombuError
 
-from workers.payload import PRIORITY_STEPS, publish, queue_key
+from workers.payload import PRIORITY_STEPS, queue_key, wire
 from workers.transport import DEAD_LETTERS_KEY
 
 LOST = (redis.RedisError, OSError, KombuError)
@@ -101,10 +101,12 @@ class QueueView:
         return bool(self._client().eval(_ELECT, 1, self._sweeper_key, candidate, int(lease_s * 1000)))
 
     def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Publish stored messages under their own ids."""
+        """Publish stored messages under their own ids, before all that waits: these have waited already."""
         for start in range(0, len(messages), _CHUNK):
             with self._client().pipeline(transaction=False) as pipeline:
-                publish(pipeline, messages[start : start + _CHUNK])
+                for message in reversed(messages[start : start + _CHUNK]):
+                    pipeline.rpush(*wire(message))
+                pipeline.execute()
 
     def dead_letters(self, limit: int) -> list[bytes]:
         """The oldest unreadable messages that ``workers.transport`` has put aside, as it wrote them."""

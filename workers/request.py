@@ -15,6 +15,7 @@ from celery.worker.request import Request
 from models_db.tables import JobState
 from workers.leases import give_back
 from workers.payload import describe
+from workers.stored import names_links
 
 if TYPE_CHECKING:
     from workers.intake import Delivery
@@ -50,12 +51,8 @@ class GenerateRequest(Request):  # type: ignore[misc]
     @property
     def has_callbacks(self) -> bool:
         """Whether links, chains or chords follow, which must not run twice."""
-        embed = (
-            self._payload[2] if isinstance(self._payload, list | tuple) and len(self._payload) > 2 else None
-        )
-        if not isinstance(embed, Mapping):
-            return False
-        return any(embed.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
+        parts = self._payload
+        return isinstance(parts, list | tuple) and len(parts) > 2 and names_links(parts[2])
 
     @property
     def past_expiry(self) -> bool:

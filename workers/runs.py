@@ -27,8 +27,9 @@ from models_db.suspects import ClaimedSuspect
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
-from workers.intake import Delivery, Run, read_stored, stored_result
+from workers.intake import Delivery, Run, stored_result
 from workers.spool import OutageBook
+from workers.stored import read_stored
 from workers.streams import StreamEnd
 from workers.tasks import JobExpiredError, Outcome
 

@@ -30,6 +30,7 @@ from models_db.records import StoredMessage
 from models_db.sweeping import mark_republished, queued_count, queued_page
 from workers.actor import Actor
 from workers.queues import LOST, QueueView
+from workers.stored import has_links
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -38,6 +39,7 @@ _PERIOD_S = 1.0
 _LEASE_S = 3.0
 _COUNT_SHARE = 0.02  # of the time that counting may take
 _LONGEST_PAUSE_S = 5.0
+_SCAN_SHARE = 0.1  # of Redis's time that looking through the lists may take
 _PAGE = 2000
 _PUBLISH = 500
 _AUDIT_S = 60.0  # between two looks at a queue whose counts say that nothing is missing
@@ -80,7 +82,8 @@ class Sweeper:
         self._short_since = 0  # looks in a row at which messages were missing
         self._next_audit = clock() + _AUDIT_S
         self._counting = False
-        self._next_count = clock()
+        self._keeping = False
+        self._next_count = self._next_scan = clock()
         self._redis_away = False
 
     # -------------------------------------------------------------------------------------- called from anywhere
@@ -136,19 +139,20 @@ class Sweeper:
         )
         for job_id in burial.ended:
             logger.error("Job %s ended with worker %s", job_id, worker_id)
-        self._fetch([*burial.queued, *burial.ended, *burial.untold])
+        self._fetch([*burial.queued, *burial.ended])
+        self._fetch(burial.untold, only_linked=True)
 
-    def _fetch(self, job_ids: list[str]) -> None:
+    def _fetch(self, job_ids: Sequence[str], *, only_linked: bool = False) -> None:
         for start in range(0, len(job_ids), _PUBLISH):
-            some = job_ids[start : start + _PUBLISH]
-            work = partial(stored_messages, ids=some)
-            self._actor.when(self._store.call(work), self._on_fetched)
+            work = partial(stored_messages, ids=job_ids[start : start + _PUBLISH])
+            self._actor.when(self._store.call(work), partial(self._on_fetched, only_linked))
 
-    def _on_fetched(self, future: Future[dict[str, StoredMessage]]) -> None:
+    def _on_fetched(self, only_linked: bool, future: Future[dict[str, StoredMessage]]) -> None:
         if error := future.exception():
             logger.error("Messages cannot be read to be published again: %r", error)
-        else:
-            self._publish(list(future.result().values()))
+            return
+        stored = future.result().values()
+        self._publish([entry for entry in stored if not only_linked or has_links(entry.message)])
 
     def _publish(self, stored: Sequence[StoredMessage]) -> bool:
         messages = [entry.message for entry in stored if entry.message is not None]
@@ -161,7 +165,8 @@ class Sweeper:
         if not self._with_redis(partial(self._view.elect, self._worker_id, _LEASE_S)):
             self._forget()
             return
-        self._keep_dead_letters()
+        if not self._keeping:
+            self._keep_dead_letters()
         now = self._clock()
         if self._counting or now < self._next_count:
             return
@@ -184,17 +189,19 @@ class Sweeper:
         audit = queued > 0 and waiting <= _AUDIT_LENGTH and (now >= self._next_audit or bool(self._missing))
         self._short_since = self._short_since + 1 if queued > waiting else 0
         # A job is queued before its message is published, so that one look alone says little.
-        if self._short_since >= 2 or audit:
+        if (self._short_since >= 2 or audit) and now >= self._next_scan:
             self._next_audit = now + _AUDIT_S
             self._scan()
         elif not self._short_since:
             self._forget()
 
     def _scan(self) -> None:
+        began = self._clock()
         held = self._with_redis(self._view.held_ids)
         if held is None:
             self._forget()
         else:
+            self._next_scan = began + (self._clock() - began) / _SCAN_SHARE
             self._actor.when(self._page(""), partial(self._on_page, held, {}))
 
     def _page(self, after: str) -> Future[list[tuple[str, datetime | None]]]:
@@ -236,10 +243,12 @@ class Sweeper:
     def _keep_dead_letters(self) -> None:
         letters = self._with_redis(partial(self._view.dead_letters, _DEAD_LETTERS))
         if letters:
+            self._keeping = True
             work = partial(store_dead_letters, letters=[NewDeadLetter(**json.loads(it)) for it in letters])
             self._actor.when(self._store.call(work), partial(self._on_kept, letters))
 
     def _on_kept(self, letters: Sequence[bytes], future: Future[None]) -> None:
+        self._keeping = False
         if future.exception() is not None:
             return
         for letter in letters:
@@ -264,4 +273,4 @@ class Sweeper:
     def _on_fault(self, error: Exception) -> None:
         logger.error("Fault in the sweeper: %r", error, exc_info=error)
         self._forget()
-        self._counting = False
+        self._counting = self._keeping = False

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.utils.saferepr import saferepr
+from kombu.exceptions import OperationalError
 from kombu.utils.json import dumps
 
 from backend.api import ConfigurationError, EngineDeadError, PromptTooLongError, RequestError
 from models_db.base import utcnow
+from models_db.errors import WriterStoppedError
 from models_db.records import StoredResult
 from models_db.tables import JobState
 from workers.actor import Actor
 from workers.app import make_app
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.intake import Call, Delivery, read_delivery
+from workers.payload import GeneratePayload, build_message
 from workers.pool import EnginePool, Mailbox
 from workers.request import GenerateRequest
 from workers.settings import load_settings
+from workers.stored import has_links, read_stored
 from workers.tasks import JobExpiredError, JobFailedError, Outcome, ReturnValue, error_of
 
 RESULT = StoredResult(text="a private answer", finish_reason="stop", prompt_tokens=3, completion_tokens=4)
@@ -331,3 +337,65 @@ def test_the_control_command_asks_the_pool() -> None:
     assert asked == [["a", "b"], ["c"]]
     other = SimpleNamespace(consumer=SimpleNamespace(pool=object()))
     assert tokenmill_cancel(other, ids=["a"]) == {"asked": 0}
+
+
+def test_links_are_seen_in_stored_messages() -> None:
+    plain = build_message("j", GeneratePayload.parse({"model": "m", "prompt": "p"}), load_settings(model="m"))
+    assert not has_links(plain)
+    args, kwargs, embed = json.loads(base64.b64decode(plain["body"]))
+    body = json.dumps([args, kwargs, embed | {"callbacks": [{"task": "t"}]}])
+    assert has_links(plain | {"body": base64.b64encode(body.encode()).decode()})
+    assert not has_links(plain | {"body": "?"})
+    assert not has_links(None)
+    stored = read_stored(plain | {"headers": plain["headers"] | {"timelimit": [9.0, 3.0]}})
+    assert stored.payload is not None
+    assert (stored.payload.prompt, stored.hard_s, stored.soft_s, stored.error) == ("p", 9.0, 3.0, None)
+    for broken in ({}, {"body": 5, "properties": {}}, plain | {"body": "e30="}):
+        assert read_stored(broken).error is not None
+
+
+def traced(
+    tracer: Any,
+    body: list[Any],
+    mark_told: Any = None,
+) -> tuple[GenerateRequest, list[Any], Mailbox]:
+    """Run a tracer for a request with this body, until its actions are in the mailbox."""
+    request, _ = request_of(Message(body))
+    mailbox, threads, told = Mailbox(), Threads(1), []
+    delivery = Delivery(request=request, call=Call(tracer, (), {}), callback=told.append)
+    Finaliser(request.task, threads, mailbox.post, mark_told).trace(
+        delivery, outcome(result=RESULT), 1.0, lambda: told.append("then")
+    )
+    threads.start()
+    threads.stop(timeout_s=5)
+    return request, told, mailbox
+
+
+def test_links_are_marked_as_run_before_the_acknowledgement() -> None:
+    marked: Future[None] = Future()
+    linked = [*BODY[:2], {"callbacks": [{"task": "t"}], "chain": None}]
+    _, told, mailbox = traced(lambda: (0, "value", 0.1), linked, lambda job_id: marked)
+    assert (mailbox.run(), told) == (0, [])
+    marked.set_exception(WriterStoppedError("stopped"))  # or a result: Celery has been told either way
+    assert (mailbox.run(), told) == (1, [(0, "value", 1.0), "then"])
+
+    def stopped(_: str) -> Future[None]:
+        raise WriterStoppedError("stopped")
+
+    _, told, mailbox = traced(lambda: (0, "value", 0.1), linked, stopped)
+    assert (mailbox.run(), told) == (1, [(0, "value", 1.0), "then"])
+    _, told, mailbox = traced(lambda: (0, "value", 0.1), BODY, stopped)
+    assert mailbox.run() == 1, "without links there is nothing to mark"
+
+
+def test_a_result_backend_that_is_away_makes_a_new_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = SimpleNamespace(exception=OperationalError("no connection"))
+    handed: list[bool] = []
+    monkeypatch.setattr(GenerateRequest, "hand_back", lambda self, *, front=True: handed.append(front))
+    _, told, mailbox = traced(lambda: (1, failed, 0.1), BODY)
+    mailbox.run()
+    assert (handed, told) == ([False], ["then"])
+    task_failed = SimpleNamespace(exception=RequestError("max_tokens: is too large"))
+    _, told, mailbox = traced(lambda: (1, task_failed, 0.1), BODY)
+    mailbox.run()
+    assert told == [(1, task_failed, 1.0), "then"]
