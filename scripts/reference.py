@@ -1,11 +1,12 @@
 """Write the tables of settings and payload fields into the guides, from the classes that define them.
 
-python scripts/reference.py            rewrites docs/configuration.md and docs/payload.md
+python scripts/reference.py            rewrites docs/configuration.md, docs/payload.md and payload.schema.json
 python scripts/reference.py --check    exits with 1 when they are not up to date
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -37,7 +38,9 @@ _MARKERS = "<!-- {name}: written by scripts/reference.py -->\n", "<!-- end of {n
 
 def main(arguments: list[str]) -> int:
     """Rewrite or check; returns the exit status."""
-    stale = [path for path, text in rendered() if path.read_text(encoding="utf-8") != text]
+    stale = [
+        path for path, text in rendered() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     for path, text in rendered():
         if path in stale and "--check" not in arguments:
             path.write_text(text, encoding="utf-8")
@@ -64,6 +67,16 @@ def rendered() -> Iterable[tuple[Path, str]]:
             pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
             text = pattern.sub(lambda _, new=begin + table + end: new, text)
         yield path, text
+    yield DOCS / "payload.schema.json", payload_schema()
+
+
+def payload_schema() -> str:
+    """The payload as JSON Schema, for other languages and for editors."""
+    schema = GeneratePayload.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["description"] = "The one argument of the Celery task tokenmill.generate."
+    schema["oneOf"] = [{"required": [name]} for name in ("prompt", "messages", "token_ids")]
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def settings_table(prefix: str, fields: dict[str, FieldInfo]) -> str:
