@@ -115,10 +115,14 @@ class FetchingChannel(plain.Channel):  # type: ignore[misc]
     """Fetches what else there is once a blocking pop has found a message."""
 
     QoS = GatheringQoS
+    fetching = (
+        False  # only where every consumer acknowledges, which those of Celery's control messages do not
+    )
 
     def fetch_more(self) -> None:
         """Take and deliver what else there is, as far as the prefetch goes."""
-        if self.global_keyprefix or not self.qos.can_consume():  # a prefix would be put before some keys only
+        # A prefix would be put before some keys only.
+        if not self.fetching or self.global_keyprefix or not self.qos.can_consume():
             return
         credit = self.qos.can_consume_max_estimate()
         count = MOST_AT_ONCE if credit is None else min(credit, MOST_AT_ONCE)

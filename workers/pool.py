@@ -258,6 +258,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def attach_channel(self, channel: Any) -> None:
         """The channel that deliveries come from, after each connection to the broker."""
         self._channel = channel
+        channel.fetching = True
         self.mailbox.around = channel.qos.gathered
         channel.paused = self._paused
         channel.worker_id = "" if self._incarnation is None else self._incarnation.id

@@ -32,6 +32,7 @@ class Inbox:
     def __init__(self, url: str, prefetch: int) -> None:
         self.connection = with_leases(Connection(url))
         self.channel = self.connection.channel()
+        self.channel.fetching = True
         self.messages: list[Any] = []
         self.consumer = Consumer(
             self.channel, [Queue(QUEUE)], accept=["json"], on_message=self.messages.append
@@ -104,6 +105,17 @@ def test_bulk_is_fetched_up_to_its_credit_and_urgent_jobs_beyond(
         pass
     assert [message.headers["id"] for message in box.messages[expected:]] == ["u1", "u2", "u3"]
     assert box.channel.qos.bulk == expected
+
+
+def test_messages_that_nobody_acknowledges_are_not_recorded(redis: Any, redis_server: RedisServer) -> None:
+    send(redis, "a", "b")
+    taken: list[str] = []
+    with with_leases(Connection(redis_server.url)) as connection:
+        queue = Queue(QUEUE, no_ack=True)
+        with Consumer(connection.channel(), [queue], on_message=lambda m: taken.append(m.headers["id"])):
+            while len(taken) < 2:
+                connection.drain_events(timeout=10)
+        assert redis.hlen("unacked") == redis.zcard("unacked_index") == 0
 
 
 def test_what_was_fetched_is_recorded_as_kombu_would(redis: Any, inbox: Callable[[int], Inbox]) -> None:
