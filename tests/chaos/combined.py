@@ -28,6 +28,7 @@ from workers.payload import GeneratePayload, build_message
 JOBS_A_MINUTE = 400  # of 2 workers: 2 x 2,000 in ten minutes
 TOKENS_PER_S = 20
 GRACE_S = 5.0
+STALL_S = 120.0  # a prompt that kills costs some minutes of one worker after the other
 _SOME = 20  # rows that a fault of messages or jobs touches at most
 
 
@@ -80,7 +81,7 @@ class Run:
             raise self._failures[0]
         for job_id in self._unknown():  # a worker may store what it could not read, as failed
             self._world.expected[job_id] = Expected(None, FAILS | CANCELLABLE)
-        return self._world.finish(180)
+        return self._world.finish(STALL_S)
 
     def _spawn(self, work: Callable[..., None], *args: Any) -> None:
         def run() -> None:

@@ -96,7 +96,7 @@ def _steps(rng: random.Random, seconds: float, names: Sequence[str]) -> list[Ste
                 bag.append(bag.pop(bag.index("kill_one")))  # popped first
         kind = bag.pop()
         least, most, quiet = FAULTS[kind]
-        lasts = rng.uniform(least, min(most, max(least, seconds / 10)))
+        lasts = least + (min(most, max(least, seconds / 10)) - least) * rng.random() ** 3  # most are short
         draw = rng.randrange(1 << 32)
         if at + lasts + _TAIL_S > seconds:
             return steps

@@ -14,6 +14,7 @@ from typing import Any
 from tests.fleet.fleet import WorkerProcess
 from workers.settings import load_settings
 
+START_S = 200.0  # of patience with a busy machine
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -59,6 +60,10 @@ class Seat:
             process = WorkerProcess(command, load_settings(**self._settings), self._variables)
         self.processes.append(process)
         return process
+
+    def ready(self) -> None:
+        """Wait until the process that was started last takes jobs."""
+        self.current.wait_for(" ready.", START_S)
 
     def pid(self) -> int | None:
         """The process that works, when there is one at this moment."""

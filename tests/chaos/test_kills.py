@@ -65,7 +65,7 @@ def test_all_workers_killed_at_once_and_started_again_by_their_supervisors(make_
             lambda pids=pids: pids.isdisjoint({seat.pid() for seat in seats}), 10, "the dead to be gone"
         )
         wait_until(lambda: None not in {seat.pid() for seat in seats}, 20, "the supervisors to start others")
-    world.finish(120).assert_ok()
+    world.finish().assert_ok()
     assert "was killed by SIGKILL; starting again" in seats[0].log
 
 
@@ -86,7 +86,8 @@ def test_a_worker_frozen_past_its_death_sentence_loses_its_late_commits(make_wor
         # Its own clock has gone on: when it wakes, all its jobs are complete and it commits them, too late.
         frozen.signal(signal.SIGCONT)
     assert frozen.current.wait(30) == 75
-    frozen.start().ready()
+    frozen.start()
+    frozen.ready()
     verdict = world.finish().assert_ok()
     assert verdict.attempts["lost"] >= len(theirs)
     assert [code for code in verdict.exit_codes if code] == [75]
@@ -99,6 +100,6 @@ def test_a_job_may_outlast_many_visibility_timeouts(make_world: MakeWorld) -> No
     world = make_world("postgresql", engine=PACED)
     world.workers(2)
     jobs = world.submit_words(4, 20 * 45)
-    verdict = world.finish(90).assert_ok()
+    verdict = world.finish().assert_ok()
     assert verdict.attempts == {"succeeded": len(jobs)}
     assert verdict.duplicates == 0

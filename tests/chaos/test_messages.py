@@ -64,7 +64,8 @@ def test_revoked_in_each_state(make_world: MakeWorld, terminate: bool) -> None:
     seat.current.wait_for("Draining")
     revoke(last)
     seat.current.wait(60)
-    seat.start().ready()
+    seat.start()
+    seat.ready()
     world.wait_state(done[0], JobState.SUCCEEDED)
     revoke(*done)
     verdict = world.finish().assert_ok()
@@ -79,6 +80,7 @@ def message_for(world: World, **payload: Any) -> dict[str, Any]:
     return build_message(str(uuid.uuid4()), parsed, world.client.settings)
 
 
+@pytest.mark.chaos_long
 def test_bodies_that_cannot_be_read_disturb_nobody(make_world: MakeWorld) -> None:
     world = make_world(engine=PACED)
     world.workers(2)
@@ -107,7 +109,7 @@ def test_entries_that_are_no_messages_disturb_nobody(make_world: MakeWorld) -> N
         world.push(data)
     world.push(json.dumps({name: value for name, value in message.items() if name != "headers"}).encode())
     jobs += world.submit_words(20, 10)
-    verdict = world.finish(90).assert_ok()
+    verdict = world.finish().assert_ok()
     assert verdict.exit_codes == [0, 0]
     assert {world.states()[job_id] for job_id in jobs} == {JobState.SUCCEEDED}
 

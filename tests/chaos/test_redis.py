@@ -34,7 +34,7 @@ def test_redis_is_killed_and_comes_back(make_world: MakeWorld, keep: bool) -> No
     wait_until(
         lambda: all(world.states()[job_id].terminal for job_id in [*away, *more]), 60, "the later jobs"
     )
-    world.finish(120).assert_ok()
+    world.finish().assert_ok()
 
 
 @pytest.mark.chaos_long
@@ -49,7 +49,7 @@ def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld) -> Non
         else:
             world.redis.cut()  # as the server does
         time.sleep(0.1)
-    verdict = world.finish(90).assert_ok()
+    verdict = world.finish().assert_ok()
     assert verdict.exit_codes == [0, 0]
     assert verdict.attempts == {"succeeded": 60}, "nothing was run again"
 
@@ -57,7 +57,7 @@ def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld) -> Non
 def lose_a_message(world: World, how: int) -> tuple[Seat, Seat, str]:
     """Stop a worker between the pop of a message and its note in ``unacked``; the message is nowhere then."""
     victim, other = world.seat(), world.seat(start=False)
-    victim.current.ready()
+    victim.ready()
     held = world.redis_proxy.hold(b"HSET")  # nothing else is kept in a hash
     (job_id,) = world.submit_words(1, 10)
     assert held.wait(15), "the worker has popped the message and is about to note it"
@@ -95,7 +95,7 @@ def test_accepted_jobs_that_redis_never_saw_run(make_world: MakeWorld) -> None:
     seats = [world.seat(), world.seat()]
     world.insert_only([{"prompt": f"unseen {n} by redis", "max_tokens": 4} for n in range(200)])
     for seat in seats:
-        seat.current.ready()
-    verdict = world.finish(60).assert_ok()
+        seat.ready()
+    verdict = world.finish().assert_ok()
     assert verdict.attempts == {"succeeded": 200}
     assert verdict.duplicates == 0
