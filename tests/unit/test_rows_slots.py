@@ -56,7 +56,7 @@ def plan_of(*entries: tuple[Sequence, int, int, bool], num_decode: int = 0) -> S
 
 def make_slot(rows: int = 4, tokens: int = 32, *, poison: bool = True) -> Slot:
     return Slot(
-        SlotLimits(tokens=tokens, rows=rows, blocks=8, logprobs=20, penalty_tokens=tokens),
+        SlotLimits(tokens=tokens, rows=rows, blocks=8, logprobs=20, penalty_tokens=4 * tokens),
         CPU,
         InOrderStreams(),
         poison=poison,
@@ -163,6 +163,21 @@ def test_sampling_parameters_arrive_as_they_were_asked_for(rows: int) -> None:
         assert batch.banned_ids.tolist() == [[-1, -1, -1]] + [[2, 3, 5]] * (rows - 1)
 
 
+def test_whole_sequences_travel_when_their_penalty_rows_begin_and_never_again() -> None:
+    slot, table = make_slot(), RowTable(4, 8)
+    plain = make_sequence(0, [0])
+    chunk = make_sequence(3, [1, 2], prompt=6, frequency_penalty=0.5)  # starts with its prompt's first chunk
+    again = make_sequence(1, [3, 4], prompt=2, repetition_penalty=1.2)  # was preempted
+    again.output_ids = [71, 72, 71]
+    inputs = fill(slot, plan_of((plain, 0, 3, True), (chunk, 0, 4, False), (again, 0, 5, True)), table)
+    words = inputs.packed[slot.shape.fresh_at :].tolist()
+    assert slot.shape.fresh == [(3, 8, 14, 14), (1, 14, 16, 19)]
+    assert words[:8] == [3, 8, 14, 14, 1, 14, 16, 19]
+    assert words[8:19] == [10, 11, 12, 13, 14, 15, 10, 11, 71, 72, 71]
+    fill(slot, plan_of((chunk, 4, 2, True)), table)
+    assert slot.shape.fresh == []
+
+
 def test_ends_are_masked_up_to_min_tokens_and_no_longer() -> None:
     slot, table = make_slot(), RowTable(4, 8)
     sequence = make_sequence(0, [0, 1, 2], min_tokens=2)
@@ -188,10 +203,12 @@ def test_the_largest_step_fits_and_the_buffers_stay_where_they_are() -> None:
             stop_token_ids=tuple(range(100, 100 + MAX_STOP_TOKEN_IDS)),
             min_tokens=9,
             seed=i,
+            presence_penalty=1.0,
         )
         for i in range(4)
     ]
     batch = fill_batch(slot, plan_of(*((s, 24, 8, True) for s in sequences)), table)
+    assert len(slot.shape.fresh) == 4
     assert batch.bias_ids.shape == (4, MAX_LOGIT_BIAS)
     assert batch.banned_ids.shape == (4, MAX_STOP_TOKEN_IDS + 1)
     assert batch.banned_ids[3, -1] == 100 + MAX_STOP_TOKEN_IDS - 1

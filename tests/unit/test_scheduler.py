@@ -23,6 +23,7 @@ class Desk:
         block_size: int = 4,
         slots: int = 4,
         tokens: int = 32,
+        penalty_tokens: int | None = None,
         prefix_cache: bool = False,
     ) -> None:
         self.allocator = BlockAllocator(blocks, prefix_cache=prefix_cache)
@@ -31,17 +32,20 @@ class Desk:
             block_size=block_size,
             max_num_seqs=slots,
             max_num_batched_tokens=tokens,
+            max_penalty_tokens=penalty_tokens,
             prefix_cache=prefix_cache,
         )
         self._numbers = itertools.count(1)
         self._next_token = itertools.count(1000)
 
-    def add(self, length: int, *, max_tokens: int = 50, priority: int = 3, first: int = 0) -> Sequence:
+    def add(
+        self, length: int, *, max_tokens: int = 50, priority: int = 3, first: int = 0, penalty: float = 1.0
+    ) -> Sequence:
         """Queue a prompt of ``length`` tokens that count up from ``first``."""
         request = GenerationRequest(
             request_id="r",
             prompt=Prompt(token_ids=tuple(range(first, first + length))),
-            sampling=SamplingParams(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, repetition_penalty=penalty),
             priority=priority,
         )
         sequence = Sequence(
@@ -315,3 +319,14 @@ def test_a_request_that_cannot_be_admitted_leaves_matched_blocks_alone() -> None
     assert blocked.status is Status.WAITING
     assert desk.allocator.num_free == free - 1  # the running one's next block
     desk.allocator.check([s.blocks for s in desk.scheduler.running])
+
+
+def test_sequences_with_penalties_join_as_far_as_their_tokens_fit_into_a_slot() -> None:
+    """Those tokens travel along, also the cached ones; whoever does not fit comes next, and nobody overtakes."""
+    desk = Desk(penalty_tokens=20)
+    first = [desk.add(9, penalty=1.5, first=100 * i) for i in range(2)]
+    waits, plain = desk.add(3, penalty=1.5), desk.add(2)
+    plan = desk.plan()
+    assert plan.sequences == first
+    plan = desk.plan()
+    assert plan.sequences[2:] == [waits, plain]
