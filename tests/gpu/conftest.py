@@ -50,9 +50,8 @@ class Recorder:
         counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
         lines = [f"pytest {shlex.join(sys.argv[1:])}", *environment(), "", counts, ""]
         for nodeid, (outcome, properties) in sorted(self._tests.items()):
-            if properties or outcome != "passed":
-                lines.append(f"{nodeid.removeprefix('tests/gpu/')}: {outcome}")
-                lines += [f"    {name}: {value}" for name, value in properties]
+            lines.append(f"{nodeid.removeprefix('tests/gpu/')}: {outcome}")
+            lines += [f"    {name}: {value}" for name, value in properties]
         self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

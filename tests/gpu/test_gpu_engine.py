@@ -27,7 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"mode": "sync"},
     {"cuda_graphs": False},
     {"fused": False},
-    {"num_kv_blocks": 14},
+    {"num_kv_blocks": 36, "block_size": 4},
     {"block_size": 7},
     {"max_num_batched_tokens": 20},
     {"fused": False, "cuda_graphs": False, "mode": "sync", "prefix_cache": False},
