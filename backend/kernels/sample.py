@@ -24,9 +24,6 @@ from backend.kernels.sample_scan import scan_kernel
 from backend.row_params import NUM_PARAMS
 
 _TILE = 4096
-_FILTER_TILE = 4096
-_FILTER_STAGES = 4
-_FILTER_WARPS = 16
 _SCAN_REGISTERS = 64  # a thread: most rows need few, and more programs at a time hide the memory's latency
 _RESCAN_REGISTERS = 128
 _RESCANS = 8  # programs a row
@@ -148,12 +145,11 @@ def sample(
         w.spare_ids,
         *sizes,
         tiles_pad=tiles_pad,
-        tile=_FILTER_TILE,
-        stages=_FILTER_STAGES,
+        tile=_TILE,
         room=_ROOM,
         # The low bits that are zero in every logit of a narrow type need no search.
         narrow_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0),
-        num_warps=_FILTER_WARPS,
+        num_warps=16,
         **launch,
     )
     rescan_kernel[(min(tiles, _RESCANS), rows)](

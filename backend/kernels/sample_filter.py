@@ -6,9 +6,9 @@ by its last token: its value, and its id, which matters where others share the v
 
 The search goes by the distance from the peak, in units of the temperature. Each pass over a row counts and weighs the
 tokens within three distances, so it leaves a quarter of the range that holds the bound. Once few enough tokens lie in
-the range, they are gathered, and bisected over the bits of their values. Rows that defeat this (thousands of equal
-logits at the bound, or a top-k of thousands) are bisected over the whole vocabulary instead
-(``backend.kernels.sample_bisect``).
+the range, they are gathered, and bisected over the bits of their values, then over the ids of equal ones. Rows that
+defeat this (thousands of equal logits at the bound, or a top-k of thousands) are bisected over the whole vocabulary
+instead (``backend.kernels.sample_bisect``).
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ def _weigh(
     third,
     vocab_size,
     tile: tl.constexpr,
-    stages: tl.constexpr,
 ):
     """Counts and masses of the tokens nearer to the peak than three distances, and the mass of all."""
     one, two, three = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
     a, b, c = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32)
     every = tl.zeros([tile], tl.float32)
-    for at in tl.range(0, vocab_size, tile, num_stages=stages):
+    for at in tl.range(0, vocab_size, tile, num_stages=1):
         token = at + tl.arange(0, tile)
         score = load_scores(logits, scores, token, token < vocab_size, adjusted, float("-inf"))
         distance = _distance(score, peak, inverse)
@@ -97,7 +96,6 @@ def filter_kernel(
     rows,
     tiles_pad: tl.constexpr,
     tile: tl.constexpr,
-    stages: tl.constexpr,
     room: tl.constexpr,
     narrow_bits: tl.constexpr,
     pdl: tl.constexpr,
@@ -132,7 +130,6 @@ def filter_kernel(
                 top_p,
                 vocab_size,
                 tile,
-                stages,
                 room,
                 narrow_bits,
             )
@@ -158,7 +155,6 @@ def _bound_row(
     top_p,
     vocab_size,
     tile: tl.constexpr,
-    stages: tl.constexpr,
     room: tl.constexpr,
     narrow_bits: tl.constexpr,
 ):
@@ -176,7 +172,7 @@ def _bound_row(
     while (passes == 0) | ((within - tl.where(whole, 0, above) > room) & (passes < _PASSES)):
         first, second, third = near + step, near + 2 * step, near + 3 * step
         one, two, three, a, b, c, mass = _weigh(
-            logits, scores, adjusted, peak, inverse, first, second, third, vocab_size, tile, stages
+            logits, scores, adjusted, peak, inverse, first, second, third, vocab_size, tile
         )
         goal = tl.maximum(top_p.to(tl.float64) * mass, 1e-300)
         reached_one = tl.where(limited, one >= top_k, a >= goal)
@@ -216,17 +212,23 @@ def _bound_row(
             narrow_bits,
         )
     else:
-        # Gather the tokens of the range by ascending id.
-        gathered = 0
-        for at in tl.range(0, vocab_size, tile, num_stages=stages):
+        # Gather the tokens of the range: those at each place of a tile together, whose number a first pass counts.
+        held = tl.zeros([tile], tl.int32)
+        for at in tl.range(0, vocab_size, tile, num_stages=1):
+            token = at + tl.arange(0, tile)
+            score = load_scores(logits, scores, token, token < vocab_size, adjusted, float("-inf"))
+            distance = _distance(score, peak, inverse)
+            held += ((distance >= near) & (distance < far)).to(tl.int32)
+        gathered = tl.sum(held, axis=0)
+        entry = tl.cumsum(held, axis=0) - held
+        for at in tl.range(0, vocab_size, tile, num_stages=1):
             token = at + tl.arange(0, tile)
             score = load_scores(logits, scores, token, token < vocab_size, adjusted, float("-inf"))
             distance = _distance(score, peak, inverse)
             taken = (distance >= near) & (distance < far)
-            entry = gathered + tl.cumsum(taken.to(tl.int32), axis=0) - 1
             tl.store(spare_values + entry, score, mask=taken & (entry < room))
             tl.store(spare_ids + entry, token, mask=taken & (entry < room))
-            gathered += tl.sum(taken.to(tl.int32), axis=0)
+            entry += taken.to(tl.int32)
         tl.debug_barrier()
         _bound_among(
             spare_values,
@@ -242,6 +244,7 @@ def _bound_row(
             limited,
             top_k,
             top_p,
+            vocab_size,
             room,
             tl.where(adjusted, 0, narrow_bits),
         )
@@ -262,6 +265,7 @@ def _bound_among(
     limited,
     top_k,
     top_p,
+    vocab_size,
     room: tl.constexpr,
     low_bits,
 ):
@@ -305,8 +309,19 @@ def _bound_among(
         wanted = tl.minimum(tl.maximum(wanted, 1.0), 2147483647.0).to(tl.int32)
         allowed = tl.where(nucleus > bound, wanted, tl.minimum(allowed, wanted))
         bound = nucleus
-    level = here & (key == bound)
-    rank = tl.cumsum(level.to(tl.int32), axis=0)
-    token = tl.load(ids + entry, mask=level, other=2147483647)
+    level = tl.load(ids + entry, mask=here & (key == bound), other=2147483647)
     tl.store(bound_at, key_value(bound, low_bits))
-    tl.store(bound_id_at, tl.min(tl.where(level & (rank == allowed), token, 2147483647), axis=0))
+    tl.store(bound_id_at, _nth_id(level, allowed, vocab_size))
+
+
+@triton.jit
+def _nth_id(ids, n, vocab_size):
+    """The ``n``-th smallest of different ids, from 1; ``vocab_size`` if there are fewer. Larger ids fill up ``ids``."""
+    low = tl.full([], 0, tl.int32)
+    high = tl.zeros([], tl.int32) + vocab_size
+    while low < high:
+        middle = low + (high - low) // 2
+        enough = tl.sum((ids <= middle).to(tl.int32), axis=0) >= n
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return low
