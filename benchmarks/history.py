@@ -94,10 +94,10 @@ FROM generate_series(TIMESTAMPTZ '{start}', TIMESTAMPTZ '{stop}' - INTERVAL '1 {
 """
 ROLLED_JOBS = """
 INSERT INTO job_{span} (started_at, class_id, {dates} succeeded, failed, cancelled, expired, released, lost,
-                        never_started, retried, first_tokens, prompt_tokens, cached_tokens, completion_tokens,
+                        without_attempt, retried, timed, first_tokens, prompt_tokens, cached_tokens, completion_tokens,
                         latency_s, queue_s, first_token_s)
-SELECT t, k, {values} {n} * 14, {n} / 6, {n} / 8, {n} / 12, 0, {n} / 40, {n} / 20, {n} / 40, {n} * 14, {n} * 5000,
-       {n} * 1200, {n} * 9000, {n} * 140.0, {n} * 30.0, {n} * 3.0
+SELECT t, k, {values} {n} * 14, {n} / 6, {n} / 8, {n} / 12, 0, {n} / 40, {n} / 20, {n} / 40, {n} * 14, {n} * 14,
+       {n} * 5000, {n} * 1200, {n} * 9000, {n} * 140.0, {n} * 30.0, {n} * 3.0
 FROM generate_series(TIMESTAMPTZ '{start}', TIMESTAMPTZ '{stop}' - INTERVAL '1 {span}', INTERVAL '1 {span}') AS t,
      generate_series(1, 8) AS k
 """

@@ -76,7 +76,7 @@ class _Throughput:
 
 
 class _Jobs:
-    """How attempts of a class of jobs ended. Times are those of jobs that succeeded."""
+    """How attempts of a class of jobs ended, and jobs without one. Times are those of attempts that succeeded."""
 
     succeeded: Mapped[int] = mapped_column(Integer)
     failed: Mapped[int] = mapped_column(Integer)
@@ -84,7 +84,7 @@ class _Jobs:
     expired: Mapped[int] = mapped_column(Integer)
     released: Mapped[int] = mapped_column(Integer)
     lost: Mapped[int] = mapped_column(Integer)
-    never_started: Mapped[int] = mapped_column(Integer)  # of the cancelled and expired
+    without_attempt: Mapped[int] = mapped_column(Integer)  # of these, ended while they waited
     retried: Mapped[int] = mapped_column(Integer)  # attempts that were not the first
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
@@ -92,7 +92,8 @@ class _Jobs:
     latency_s: Mapped[float] = mapped_column(Double)
     queue_s: Mapped[float] = mapped_column(Double)
     first_token_s: Mapped[float] = mapped_column(Double)
-    first_tokens: Mapped[int] = mapped_column(Integer)  # jobs that ``first_token_s`` adds up
+    timed: Mapped[int] = mapped_column(Integer)  # jobs whose ``latency_s`` and ``queue_s`` are added up
+    first_tokens: Mapped[int] = mapped_column(Integer)  # jobs whose ``first_token_s`` is
 
 
 class ThroughputMinute(_Throughput, Base):

@@ -273,8 +273,8 @@ def _tenant() -> ColumnElement[str]:
     return func.coalesce(Job.tenant, "")
 
 
-def _never_started() -> ColumnElement[bool]:
-    """Jobs whose end is not that of an attempt: cancelled or expired while they waited."""
+def _without_attempt() -> ColumnElement[bool]:
+    """Jobs whose end is not that of an attempt: cancelled, expired, given up or answered while they waited."""
     closed = exists().where(
         Attempt.job_id == Job.id,
         Attempt.number == Job.attempt,
@@ -291,7 +291,7 @@ def _add_classes(conn: Connection, since: datetime, until: datetime) -> None:
         .join(Attempt, Attempt.job_id == Job.id)
         .where(Attempt.ended_at >= since, Attempt.ended_at < until)
     )
-    by_job = select(*columns).where(Job.finished_at >= since, Job.finished_at < until, _never_started())
+    by_job = select(*columns).where(Job.finished_at >= since, Job.finished_at < until, _without_attempt())
     seen = union_all(by_attempt, by_job).subquery().select().distinct().subquery()
     model, queue, tenant, priority = seen.c
     known = exists().where(
@@ -305,7 +305,7 @@ def _add_classes(conn: Connection, since: datetime, until: datetime) -> None:
 
 
 def _ended(since: datetime, until: datetime) -> Subquery:
-    """One row for each attempt, and each job that never started, that ended in the stretch of time."""
+    """One row for each attempt that ended in the stretch of time, and each job that ended without one."""
     same_class = and_(
         JobClass.model == Job.model,
         JobClass.queue == Job.queue,
@@ -321,7 +321,7 @@ def _ended(since: datetime, until: datetime) -> Subquery:
             JobClass.id.label("class_id"),
             Attempt.outcome.label("outcome"),
             case((Attempt.number > 1, 1), else_=0).label("retried"),
-            literal(0).label("never_started"),
+            literal(0).label("without_attempt"),
             func.coalesce(Result.prompt_tokens, 0).label("prompt_tokens"),
             func.coalesce(Result.cached_tokens, 0).label("cached_tokens"),
             func.coalesce(Result.completion_tokens, 0).label("completion_tokens"),
@@ -352,7 +352,7 @@ def _ended(since: datetime, until: datetime) -> Subquery:
         )
         .select_from(Job)
         .join(JobClass, same_class)
-        .where(Job.finished_at >= since, Job.finished_at < until, _never_started())
+        .where(Job.finished_at >= since, Job.finished_at < until, _without_attempt())
     )
     return union_all(attempts, unstarted).subquery("ended")
 
@@ -371,8 +371,9 @@ def _outcomes(ended: FromClause) -> Any:
             func.sum(case((ended.c.outcome == outcome, 1), else_=0)).label(outcome.value)
             for outcome in AttemptOutcome
         ),
-        *map(total, ("never_started", "retried", "prompt_tokens", "cached_tokens", "completion_tokens")),
+        *map(total, ("without_attempt", "retried", "prompt_tokens", "cached_tokens", "completion_tokens")),
         *map(time, ("latency_s", "queue_s", "first_token_s")),
+        func.count(ended.c.latency_s).label("timed"),
         func.count(ended.c.first_token_s).label("first_tokens"),
     ).group_by(ended.c.started_at, ended.c.class_id)
 

@@ -50,8 +50,9 @@ JOBS = {
         "expired",
         "released",
         "lost",
-        "never_started",
+        "without_attempt",
         "retried",
+        "timed",
         "first_tokens",
     ),
     sa.BigInteger: ("prompt_tokens", "cached_tokens", "completion_tokens"),
@@ -243,8 +244,8 @@ SELECT j.day, j.night, c.model, c.tenant,
        SUM(j.expired) AS expired,
        SUM(j.prompt_tokens) AS prompt_tokens, SUM(j.cached_tokens) AS cached_tokens,
        SUM(j.completion_tokens) AS completion_tokens,
-       SUM(j.latency_s) / NULLIF(SUM(j.succeeded), 0) AS mean_latency_s,
-       SUM(j.queue_s) / NULLIF(SUM(j.succeeded), 0) AS mean_queue_s
+       SUM(j.latency_s) / NULLIF(SUM(j.timed), 0) AS mean_latency_s,
+       SUM(j.queue_s) / NULLIF(SUM(j.timed), 0) AS mean_queue_s
 FROM job_hour j JOIN job_class c ON c.id = j.class_id
 GROUP BY j.day, j.night, c.model, c.tenant
 """,

@@ -149,7 +149,7 @@ def test_late_samples_set_the_mark_back(fleet: Engine) -> None:
 
 
 def test_a_job_counts_where_its_attempt_ended_and_again_after_a_retry(fleet: Engine) -> None:
-    counted = [total(fleet, getattr(JobHour, name)) for name in ("succeeded", "cancelled", "never_started")]
+    counted = [total(fleet, getattr(JobHour, name)) for name in ("succeeded", "cancelled", "without_attempt")]
     assert counted == [1, 1, 1]
     with fleet.begin() as conn:
         retry_failed(conn, ids=["gone"], states=["cancelled"], at=at(320))
