@@ -1,0 +1,106 @@
+"""A database that stops, hangs and drops connections; a disk that is full when results must wait."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import pytest
+
+from models_db.tables import JobState
+from tests.chaos.conftest import MakeWorld
+from tests.chaos.disks import NoFullDiskError, full_disk
+from tests.fleet.fleet import wait_until
+
+pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
+
+PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.chaos_long)])
+def test_the_database_is_stopped(make_world: MakeWorld, seconds: int) -> None:
+    world = make_world(engine=PACED)
+    world.workers(2)
+    jobs = world.submit_words(40, 40)
+    world.wait_some(JobState.RUNNING, 16)
+    assert world.server is not None
+    world.server.stop()
+    time.sleep(seconds)  # the length of the outage
+    assert world.redis.unacked() > 0, "what could not be committed is not acknowledged"
+    world.server.start()
+    verdict = world.finish().assert_ok()
+    assert verdict.exit_codes == [0, 0]
+    assert verdict.attempts == {"succeeded": len(jobs)}, "the results waited and nothing was run again"
+
+
+@pytest.mark.chaos_long
+def test_connections_to_the_database_are_dropped_again_and_again(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    world.workers(2)
+    jobs = world.submit_words(150, 10)
+    assert world.database_proxy is not None
+    cuts = 0
+    for _ in range(40):
+        cuts += world.database_proxy.cut()
+        time.sleep(
+            random.uniform(0.05, 0.6)
+        )  # some transactions get through, some are cut after their commit
+    assert cuts > 10
+    verdict = world.finish().assert_ok()
+    assert verdict.attempts == {"succeeded": len(jobs)}
+
+
+@pytest.mark.chaos_long
+def test_the_database_hangs_without_a_word(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    world.workers(2)
+    world.submit_words(60, 20)
+    world.wait_some(JobState.RUNNING, 16)
+    assert world.database_proxy is not None
+    world.database_proxy.freeze()
+    time.sleep(10)  # longer than a death sentence
+    world.database_proxy.forward()
+    world.finish().assert_ok()
+
+
+@pytest.mark.chaos_long
+def test_results_wait_in_memory_when_the_disk_of_the_spool_is_full(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(full_disk(world.folder / "full"))
+        except NoFullDiskError as exc:
+            pytest.skip(f"NOT TESTED: A FULL DISK: {exc}")
+        (seat,) = world.workers(1, spool_dir=str(folder))
+        jobs = world.submit_words(16, 30)
+        world.wait_some(JobState.RUNNING, 8)
+        assert world.server is not None
+        world.server.stop()
+        time.sleep(4)
+        world.server.start()
+        verdict = world.finish().assert_ok()
+        assert verdict.attempts == {"succeeded": len(jobs)}
+        assert "spool" in seat.log.lower(), "the operator is told"
+
+
+@pytest.mark.chaos_long
+def test_a_spooled_result_outlives_its_worker(make_world: MakeWorld) -> None:
+    world = make_world(engine=PACED)
+    spool = world.folder / "spool"
+    (seat,) = world.workers(1, spool_dir=str(spool))
+    jobs = world.submit_words(8, 80)
+    world.wait_running(jobs)
+    assert world.server is not None
+    world.server.stop()
+
+    def spooled() -> bool:
+        return sum(path.read_bytes().count(b"\n") for path in spool.rglob("*.spool")) == len(jobs)
+
+    wait_until(spooled, 30, "all results to be in the spool")
+    seat.kill()
+    world.server.start()
+    seat.start()
+    seat.ready()
+    verdict = world.finish().assert_ok()
+    assert verdict.attempts == {"succeeded": len(jobs)}, "nothing was run again"

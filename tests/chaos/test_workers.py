@@ -1,0 +1,67 @@
+"""Prompts that kill, clocks that are wrong, and shutdowns under load."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from models_db.deaths import ALONE_DEATHS, SOLO_LIMIT
+from models_db.tables import JobState
+from tests.chaos.backends import POISON
+from tests.chaos.clocks import NoClockShiftError, shifted
+from tests.chaos.conftest import MakeWorld
+from tests.chaos.jobs import FAILS
+from tests.fleet.fleet import wait_until
+
+pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(600)]
+
+
+@pytest.mark.chaos_long
+def test_a_prompt_that_aborts_the_process_costs_255_innocents_nothing(make_world: MakeWorld) -> None:
+    engine = {"echo_tokens_per_s": 100, "max_num_seqs": 256, "max_num_batched_tokens": 512}
+    world = make_world(engine=engine, backend="tests.chaos.backends:aborts")
+    world.workers(2, supervised=True)
+    innocents = world.submit_words(128, 200)
+    (poison,) = world.submit([{"prompt": POISON, "max_tokens": 10}], states=FAILS)
+    innocents += world.submit_words(127, 200)
+    verdict = world.finish(120).assert_ok()
+    states = world.states()
+    assert states[poison] is JobState.FAILED
+    assert {states[job_id] for job_id in innocents} == {JobState.SUCCEEDED}
+    assert verdict.attempts["lost"] >= 2
+    assert len(world.attempts(poison)) <= ALONE_DEATHS + SOLO_LIMIT, "it was soon found out"
+
+
+@pytest.mark.chaos_long
+def test_wall_clocks_an_hour_ahead_and_behind(make_world: MakeWorld) -> None:
+    world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 8})
+    try:
+        seats = [world.seat(variables=shifted(by, world.folder)) for by in (3600, -3600)] + [world.seat()]
+    except NoClockShiftError as exc:
+        pytest.skip(f"NOT TESTED: WRONG WALL CLOCKS: {exc}")
+    for seat in seats:
+        seat.ready()
+    jobs = world.submit_words(12, 20 * 15)  # longer than the visibility timeout
+    jobs += world.submit_words(60, 10)
+    verdict = world.finish().assert_ok()
+    assert verdict.attempts == {"succeeded": len(jobs)}, "nobody took anything from anybody"
+    assert verdict.duplicates == 0
+
+
+@pytest.mark.chaos_long
+def test_warm_shutdowns_under_load_one_after_the_other(make_world: MakeWorld) -> None:
+    world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 8}, shutdown_grace_s=5)
+    seats = world.workers(2, supervised=True)
+    world.submit_words(150, 20)
+    world.submit_words(6, 20 * 20)  # longer than the grace: they are handed back
+    for number in range(6):
+        seat = seats[number % 2]
+        seat.replace()
+        seat.ready()
+        time.sleep(1)  # the successor works for a while
+    verdict = world.finish().assert_ok()
+    assert set(verdict.exit_codes) == {0}
+    assert "lost" not in verdict.attempts, "a warm shutdown loses no run"
+    assert verdict.duplicates == 0
+    wait_until(lambda: world.redis.unacked() == 0, 5, "nothing unacknowledged")
