@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu                             the whole table, transformers in the same run
     python -m benchmarks.gpu --quick                     without the work of 8192 new tokens
-    python -m benchmarks.gpu --works 32x256,mixed        some works: ROWSxNEW, mixed, mixed-N for its first N
+    python -m benchmarks.gpu --works 32x256,mixed        some works: ROWSxNEW, ROWSxNEW@PROMPT, mixed
     python -m benchmarks.gpu --parts fleet               a part alone, with the works that it is compared with
     python -m benchmarks.gpu --tiny                      a toy model, also on a CPU, to try the command itself
 
@@ -123,7 +123,8 @@ class Bench:
             for work in works:
                 figures = engine.run(work).to_dict()
                 figures["floor_s"] = work.floor_s(self._shape, self._rate)
-                spent = figures["whole_s"] - (figures["prefill_s"] if work.steps else 0.0)
+                step_ms = figures["step_ms"]
+                spent = step_ms * work.steps / 1e3 if step_ms and work.steps else figures["whole_s"]
                 figures["floor_share"] = figures["floor_s"] / spent
                 self._done[work.name] = figures
                 self.kept["works"].append(figures)

@@ -62,7 +62,9 @@ class Figures:
     prefill_s: float  # until every request had its first token
     tokens: int
     tokens_per_s: float
-    step_ms: float | None  # (whole - prefill) / (new tokens - 1), of uniform works
+    step_ms: (
+        float | None
+    )  # (whole - prefill) / (new tokens - 1), of uniform works; of long prompts the steady part's
     all: Steps
     steady: Steps | None
 
@@ -140,15 +142,20 @@ class Measured:
             raise RuntimeError(f"{work.name}: {sum(counts)} tokens came back instead of {work.new_tokens}")
         whole = after.at - before.at
         prefill = max(result.time_to_first_token_s or 0.0 for result in results)
+        steady = Steps.between(*edges) if edges else None
+        step_ms = 1e3 * (whole - prefill) / work.steps if work.steps else None
+        if steady and sum(prompt for prompt, _ in work.requests) > 10 * self.config.max_num_batched_tokens:
+            # Their prompts take so many steps that the first rows end long before the last ones.
+            step_ms = steady.busy_ms + steady.idle_ms
         return Figures(
             name=work.name,
             whole_s=whole,
             prefill_s=prefill,
             tokens=work.new_tokens,
             tokens_per_s=work.new_tokens / whole,
-            step_ms=1e3 * (whole - prefill) / work.steps if work.steps else None,
+            step_ms=step_ms,
             all=Steps.between(before, after),
-            steady=Steps.between(*edges) if edges else None,
+            steady=steady,
         )
 
     def submit(self, work: Work) -> list[GenerationHandle]:
@@ -183,7 +190,7 @@ class Measured:
             return None
         stats = self.engine.stats
         prompts = before.prompt_tokens + sum(prompt for prompt, _ in work.requests)
-        ending = before.generated_tokens + len(work.requests) * (steps + 1 - _MARGIN_STEPS)
+        ending = before.steps + steps + 1 - _MARGIN_STEPS  # the first to start are the first to end
 
         def wait(reached: Callable[[], bool], pause_s: float) -> bool:
             while not reached():
@@ -202,7 +209,7 @@ class Measured:
         if not wait(lambda: stats().steps >= settled, _PAUSE_S):
             return None
         first = edge()
-        if first is None or not wait(lambda: stats().generated_tokens >= ending, _LONG_PAUSE_S):
+        if first is None or not wait(lambda: stats().steps >= ending, _LONG_PAUSE_S):
             return None
         last = edge()
         return (first, last) if last is not None and last.stats.steps > first.stats.steps else None

@@ -12,7 +12,7 @@ MIB = 2**20
 
 def works_table(works: Sequence[Mapping[str, Any]]) -> Table:
     """Speed of each work, its share of the floor, and what a step costs on either side."""
-    table = Table(title="The engine (bf16, greedy, 64-token prompts but for the mixed work, no end token)")
+    table = Table(title="The engine (bf16, greedy, no end token; prompts of 64 tokens unless @ says more)")
     names = ("work", "ms/step", "whole s", "tok/s", "of floor", "active", "prepare ms", "busy ms", "idle ms")
     for name in names:
         table.add_column(name, justify="left" if name == "work" else "right", no_wrap=True)
@@ -30,8 +30,9 @@ def works_table(works: Sequence[Mapping[str, Any]]) -> Table:
             f"{steps['idle_ms']:.3f}",
         )
     table.caption = (
-        "ms/step: (whole - prefill) / (new tokens - 1). active, prepare, busy, idle: of the steady part, where all "
-        "requests decode; * of the whole run, prompts and the last requests' ends included."
+        "ms/step: (whole - prefill) / (new tokens - 1); of prompts longer than 64 tokens the steady part's. active, "
+        "prepare, busy, idle: of the steady part, where all requests decode; * of the whole run, prompts and the last "
+        "requests' ends included."
     )
     return table
 

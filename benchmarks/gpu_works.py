@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ SHORT_CONTEXT = (
     2048  # up to here the engine lets kernels start early, so longer works get an engine of their own
 )
 SPARE_CONTEXT = 16
+_UNIFORM = re.compile(r"([1-9]\d*)x([2-9]|[1-9]\d+)(?:@([1-9]\d*))?")
+_MIXED = re.compile(r"mixed(?:-([1-9]\d*))?")
 
 LLAMA_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -112,9 +115,10 @@ class Work:
         return (steps * weight_bytes(shape) + contexts * kv_bytes_a_token(shape)) / rate
 
 
-def uniform(rows: int, new: int) -> Work:
-    """``rows`` requests of 64 prompt tokens, ``new`` tokens each, all running together."""
-    return Work(f"{rows}x{new}", ((PROMPT_TOKENS, new),) * rows, rows)
+def uniform(rows: int, new: int, prompt: int = PROMPT_TOKENS) -> Work:
+    """``rows`` requests of ``prompt`` tokens, ``new`` tokens each, all running together."""
+    name = f"{rows}x{new}" + (f"@{prompt}" if prompt != PROMPT_TOKENS else "")
+    return Work(name, ((prompt, new),) * rows, rows)
 
 
 def mixed(
@@ -128,20 +132,19 @@ def mixed(
 
 
 def parse_works(text: str, mixed_file: Path = MIXED_FILE) -> list[Work]:
-    """Works by name: ``32x256,mixed``, and ``mixed-64`` for the first 64 of it.
+    """Works by name: ``32x256``, ``32x256@4096`` for prompts of 4096 tokens, ``mixed``, ``mixed-64`` for its first 64.
 
     Raises:
-        ValueError: a name is of neither kind.
+        ValueError: a name is of no such kind.
     """
     works = []
     for name in filter(None, text.split(",")):
-        kind, _, rest = name.partition("-" if name.startswith("mixed") else "x")
-        if kind == "mixed" and (not rest or rest.isdecimal()):
-            works.append(mixed(mixed_file, count=int(rest) if rest else None))
-        elif kind.isdecimal() and rest.isdecimal() and int(kind) > 0 and int(rest) > 1:
-            works.append(uniform(int(kind), int(rest)))
+        if match := _UNIFORM.fullmatch(name):
+            works.append(uniform(*(int(number) for number in match.groups() if number)))
+        elif match := _MIXED.fullmatch(name):
+            works.append(mixed(mixed_file, count=int(match[1]) if match[1] else None))
         else:
             raise ValueError(
-                f"work {name!r} is neither ROWSxNEW (32x256), with two new tokens or more, nor 'mixed'"
+                f"work {name!r} is neither ROWSxNEW (32x256), with two new tokens or more, ROWSxNEW@PROMPT, nor 'mixed'"
             )
     return works

@@ -48,7 +48,9 @@ def test_works_are_named_on_the_command_line() -> None:
     assert [work.name for work in works] == ["32x256", "mixed", "mixed-5"]
     assert works[0] == uniform(32, 256)
     assert works[2].requests == works[1].requests[:5]
-    for bad in ("32", "x5", "0x9", "32x1", "mixedup", "mixed-x"):
+    (long,) = parse_works("32x200@4096")
+    assert (long.name, long.requests[0], long.context) == ("32x200@4096", (4096, 200), 4312)
+    for bad in ("32", "32x9@", "32x9@0", "mixed-0", "x5", "0x9", "32x1", "mixedup", "mixed-x"):
         with pytest.raises(ValueError, match=bad):
             parse_works(bad)
 
