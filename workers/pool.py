@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from celery.concurrency.base import BasePool
@@ -27,8 +23,6 @@ from sqlalchemy import Engine
 
 from backend.api import Backend, ConfigurationError, EngineDeadError, TokenmillError
 from backend.registry import create_backend
-from models_db.claims import finish
-from models_db.dialects import chunked
 from models_db.errors import DatabaseError, DatabaseUnavailableError
 from models_db.jobs import mark_callbacks_sent
 from models_db.migrate import check_schema
@@ -40,10 +34,11 @@ from workers.delivery import DeliveryTable
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
+from workers.mailbox import Mailbox
 from workers.payload import TASK_NAME, queue_for
 from workers.queues import QueueView
 from workers.settings import Settings, redact_text, redact_url
-from workers.spool import Spool, default_folder, leftovers
+from workers.spool import Spool, default_folder, replay
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
@@ -56,60 +51,6 @@ EXIT_CONFIGURATION = 78  # EX_CONFIG
 
 _LAST_COMMITS_S = 10.0  # after the grace: for releases and commits that are on their way
 _HUB_TIMERS_S = 0.25
-
-
-class Mailbox:
-    """Actions for the main thread, in order. The hub runs them, or ``run`` does while a shutdown drains.
-
-    ``around`` makes a context for each round of them: what they acknowledge in it is sent together.
-    """
-
-    def __init__(self) -> None:
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._actions: deque[Callable[[], None]] = deque()
-        self._arrived = threading.Event()
-        self._hub: Any = None
-        self._scheduled = False
-
-    def attach(self, hub: Any) -> None:
-        """Let this event loop run the actions from now on."""
-        self._hub = hub
-        self._scheduled = False
-        if self._actions:
-            self._schedule()
-
-    def detach(self) -> None:
-        """From now on only ``run`` runs them."""
-        self._hub = None
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Leave an action; from any thread."""
-        self._actions.append(action)
-        self._arrived.set()
-        self._schedule()
-
-    def run(self, timeout_s: float = 0.0) -> int:
-        """Run what is there, after waiting for it up to ``timeout_s``; returns how many actions."""
-        if timeout_s and not self._actions:
-            self._arrived.wait(timeout_s)
-        self._arrived.clear()
-        self._scheduled = False
-        count = 0
-        with self.around():
-            while self._actions:
-                action = self._actions.popleft()
-                count += 1
-                try:
-                    action()
-                except Exception as exc:
-                    logger.error("A callback failed: %r", exc, exc_info=True)
-        return count
-
-    def _schedule(self) -> None:
-        hub = self._hub
-        if hub is not None and not self._scheduled:
-            self._scheduled = True
-            hub.call_soon(self.run)
 
 
 class EnginePool(BasePool):  # type: ignore[misc]
@@ -479,23 +420,6 @@ class EnginePool(BasePool):  # type: ignore[misc]
             "duplicates": self._table.duplicates,
             "database-healthy": self._db.healthy,
         }
-
-
-def replay(engine: Engine, folder: Path, worker_name: str) -> None:
-    """Commit the results that dead incarnations of this worker could not.
-
-    Raises:
-        DatabaseError: as ``models_db.session.transaction``; the results stay for the next try.
-    """
-    with leftovers(folder, worker_name) as found:
-        for leftover in found:
-            for some in chunked(leftover.items, 50):
-                counts = transaction(engine, partial(finish, items=some, worker_id=leftover.worker_id))
-                logger.warning(
-                    "%d of %d results that waited for the database are committed; the others came too late",
-                    sum(counts),
-                    len(some),
-                )
 
 
 class ForeignResult:

@@ -15,11 +15,16 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from models_db.claims import FinishItem
+from sqlalchemy import Engine
+
+from models_db.claims import FinishItem, finish
+from models_db.dialects import chunked
 from models_db.records import StoredResult
+from models_db.session import transaction
 from models_db.tables import JobState
 
 logger = logging.getLogger(__name__)
@@ -139,6 +144,23 @@ def leftovers(folder: Path, worker_name: str) -> Iterator[list[Leftover]]:
         for path in paths:
             with suppress(OSError):
                 path.unlink()
+
+
+def replay(engine: Engine, folder: Path, worker_name: str) -> None:
+    """Commit the results that dead incarnations of this worker could not.
+
+    Raises:
+        DatabaseError: as ``models_db.session.transaction``; the results stay for the next try.
+    """
+    with leftovers(folder, worker_name) as found:
+        for leftover in found:
+            for some in chunked(leftover.items, 50):
+                counts = transaction(engine, partial(finish, items=some, worker_id=leftover.worker_id))
+                logger.warning(
+                    "%d of %d results that waited for the database are committed; the others came too late",
+                    sum(counts),
+                    len(some),
+                )
 
 
 @contextmanager

@@ -244,11 +244,13 @@ class LeaseSentinelTransport(plain.SentinelTransport):  # type: ignore[misc]
 
 
 def with_leases(connection: Connection) -> Connection:
-    """Have this unused connection, made from its URL by Celery, use the classes of this module."""
-    if connection.transport_cls in ("redis", "rediss"):
-        connection.transport_cls = f"{__name__}:{LeaseTransport.__name__}"  # a name, because Celery shows it
-    elif connection.transport_cls == "sentinel":
-        connection.transport_cls = f"{__name__}:{LeaseSentinelTransport.__name__}"
+    """Have this unused connection, made from its URL, use the classes of this module.
+
+    Its ``transport_cls`` stays as it is, because Celery shows it.
+    """
+    ours = {"redis": LeaseTransport, "rediss": LeaseTransport, "sentinel": LeaseSentinelTransport}
+    if found := ours.get(str(connection.transport_cls)):
+        connection.get_transport_cls = lambda: found
     return connection
 
 

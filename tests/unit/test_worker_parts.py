@@ -23,8 +23,9 @@ from workers.actor import Actor
 from workers.app import make_app
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.intake import Call, Delivery, read_delivery
+from workers.mailbox import Mailbox
 from workers.payload import GeneratePayload, build_message
-from workers.pool import EnginePool, Mailbox
+from workers.pool import EnginePool
 from workers.request import GenerateRequest
 from workers.settings import load_settings
 from workers.stored import has_links, read_stored
