@@ -184,7 +184,6 @@ class EnginePool(BasePool):  # type: ignore[misc]
             f"backend   {info.backend}, model {info.model}, device {info.device}, {info.dtype}",
             f"slots     {slots}, context {info.max_model_len} tokens",
             f"prefetch  {slots + settings.headroom(slots)}, and {settings.reserve(slots)} that are not bulk",
-            *_engine_line(info.details),
             f"queues    {queue_for(settings.model)}",
             f"broker    {redact_url(settings.broker_url)}",
             f"database  {redact_url(settings.database_url)}",
@@ -431,16 +430,3 @@ class ForeignResult:
     def terminate(self, signal: Any = None) -> None:
         """Celery's way to end it. A thread cannot be stopped; what it returns is ignored."""
         self.terminated = True
-
-
-def _engine_line(details: Mapping[str, Any]) -> list[str]:
-    """What the engine chose when it started; nothing for other backends."""
-    if not {"attention", "layers", "num_kv_blocks", "kv_cache_bytes", "block_size"} <= details.keys():
-        return []
-    cache = f"{details['num_kv_blocks']:,} KV blocks of {details['block_size']} tokens"
-    line = f"engine    attention {details['attention']}, layers {details['layers']}, {cache}"
-    line += f" ({details['kv_cache_bytes'] / 2**20:,.0f} MiB)"
-    if "graphs" in details:
-        taken = details["graph_bytes"] + details.get("graph_shared_bytes", 0)
-        line += f", {details['graphs']} CUDA graphs ({taken / 2**20:,.0f} MiB)"
-    return [line]
