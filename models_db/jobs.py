@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from sqlalchemy import Connection, Row, delete, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, select, update
 from sqlalchemy.exc import IntegrityError
 
 from models_db.base import utcnow
@@ -158,10 +158,13 @@ def _named(conn: Connection, jobs: Sequence[NewJob]) -> Exception | None:
     return None
 
 
+_PUBLISHED = update(Job).where(among(Job.id)).values(published_at=bindparam("at"))
+
+
 def mark_published(conn: Connection, ids: Sequence[str], *, at: datetime | None = None) -> None:
     """Note that the messages of these jobs have been handed to the broker."""
     for some in chunked(ids):
-        conn.execute(update(Job).where(Job.id.in_(some)).values(published_at=at or utcnow()))
+        conn.execute(_PUBLISHED, {"ids": some, "at": at or utcnow()})
 
 
 def mark_callbacks_sent(conn: Connection, ids: Sequence[str], *, at: datetime | None = None) -> None:

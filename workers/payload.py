@@ -18,6 +18,7 @@ import re
 import socket
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -167,11 +168,11 @@ class GeneratePayload(SamplingParams):
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters that differ from the defaults, as JSON-safe values; for the ``job`` row."""
-        return self.model_dump(mode="json", include=set(SamplingParams.model_fields), exclude_defaults=True)
+        return _params(self.to_dict())
 
     def prompt_json(self) -> dict[str, Any]:
         """The prompt in the form it was given, as JSON-safe values; for the ``job`` row."""
-        return self.model_dump(mode="json", include=set(_PROMPT_FIELDS), exclude_none=True)
+        return _prompt(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The payload as it goes on the wire; fields at their defaults are left out, the version never."""
@@ -187,8 +188,36 @@ class GeneratePayload(SamplingParams):
 
     def digest(self) -> str:
         """SHA-256 over the whole payload, for comparing two submissions with one idempotency key."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return _digest(self.to_dict())
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """A payload in each form that a job's row and message need, made from one walk over its fields."""
+
+    params: dict[str, Any]
+    prompt: dict[str, Any]
+    digest: str
+    fields: dict[str, Any]  # as on the wire
+
+    @classmethod
+    def of(cls, payload: GeneratePayload) -> Self:
+        """The forms of a payload."""
+        fields = payload.to_dict()
+        return cls(_params(fields), _prompt(fields), _digest(fields), fields)
+
+
+def _params(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name in SamplingParams.model_fields}
+
+
+def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in _PROMPT_FIELDS if name in fields}
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def seed_of(job_id: str) -> int:
@@ -217,7 +246,9 @@ def queue_key(queue: str, priority: int) -> str:
     return f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue
 
 
-def build_message(job_id: str, payload: GeneratePayload, settings: Settings) -> dict[str, Any]:
+def build_message(
+    job_id: str, payload: GeneratePayload, settings: Settings, fields: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The complete message of a job, as the Redis transport stores it: headers, properties and body.
 
     It is JSON-safe, holds all that is needed to publish the job again under the same id, and is stored in
@@ -228,7 +259,11 @@ def build_message(job_id: str, payload: GeneratePayload, settings: Settings) -> 
             f"must have 1 to {MAX_TASK_ID} characters", field="job_id", value=job_id, fix="Use a UUID"
         )
     embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
-    body = json.dumps([[payload.to_dict()], {}, embed], separators=(",", ":"), ensure_ascii=False)
+    body = json.dumps(
+        [[payload.to_dict() if fields is None else fields], {}, embed],
+        separators=(",", ":"),
+        ensure_ascii=False,
+    )
     return {
         "body": base64.b64encode(body.encode()).decode("ascii"),
         "content-encoding": "utf-8",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from backend.api import GenerationRequest, RequestError, SamplingParams, UnknownModelError
 from workers.payload import (
     PAYLOAD_VERSION,
+    Forms,
     GeneratePayload,
     NewerPayloadError,
     build_message,
@@ -213,3 +214,18 @@ def test_publish_keeps_the_order() -> None:
 def test_ids_that_the_job_table_cannot_hold_are_refused(job_id: str) -> None:
     with pytest.raises(RequestError, match="job_id"):
         build_message(job_id, payload(), load_settings())
+
+
+def test_the_forms_of_a_payload_are_what_its_methods_give() -> None:
+    made = payload(
+        temperature=0.25, seed=7, logit_bias={3: 1}, stop="x", tenant="t", priority=6, return_token_ids=True
+    )
+    forms = Forms.of(made)
+    assert (forms.params, forms.prompt, forms.digest) == (made.params(), made.prompt_json(), made.digest())
+    assert forms.params == made.model_dump(
+        mode="json", include=set(SamplingParams.model_fields), exclude_defaults=True
+    )
+    assert (
+        build_message("j", made, load_settings(), forms.fields)["body"]
+        == (build_message("j", made, load_settings())["body"])
+    )

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -29,7 +30,7 @@ from models_db.tables import JobState
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
 from workers.client.streaming import concluded, read_stream
-from workers.payload import GeneratePayload, build_message, queue_for
+from workers.payload import Forms, GeneratePayload, build_message, queue_for
 from workers.settings import Settings, load_settings
 from workers.streams import StreamEvent
 
@@ -157,11 +158,23 @@ class Client:
         """Accept many jobs, some hundreds a transaction and a round trip; handles come in the order given.
 
         Each request has the fields of the payload, and may have an ``idempotency_key``. A bad request raises
-        before its own chunk is stored; the chunks before it have been accepted and their handles given out.
+        before its own chunk is stored; the chunks before it have been accepted and their handles given out. While
+        a chunk is being stored, the next one is read and checked.
         """
         submissions = map(self._submission, requests)
-        while chunk := list(islice(submissions, _CHUNK)):
-            yield from self.submit_payloads(chunk)
+        chunk = self.new_jobs(list(islice(submissions, _CHUNK)))
+        if len(chunk) < _CHUNK:
+            yield from self._accept(chunk) if chunk else ()
+            return
+        with ThreadPoolExecutor(1, "tokenmill-submit") as beside:
+            while chunk:
+                accepting = beside.submit(self._accept, chunk)
+                try:
+                    chunk = self.new_jobs(list(islice(submissions, _CHUNK)))
+                except Exception:
+                    yield from accepting.result()
+                    raise
+                yield from accepting.result()
 
     def payload(self, fields: Mapping[str, Any]) -> GeneratePayload:
         """Validate a request, with the settings' model where it names none.
@@ -180,10 +193,11 @@ class Client:
 
     def submit_payloads(self, submissions: Sequence[Submission]) -> list[JobHandle]:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
-        now = self._clock()
-        new = [self._new_job(submission, now) for submission in submissions]
+        return self._accept(self.new_jobs(submissions))
+
+    def _accept(self, new: Sequence[NewJob]) -> list[JobHandle]:
         if not self.has_database:
-            if any(submission.idempotency_key for submission in submissions):
+            if any(job.idempotency_key for job in new):
                 raise NoDatabaseError("an idempotency key")
             self._broker.publish([_message(job) for job in new])
             return [JobHandle(job.id, client=self) for job in new]
@@ -215,8 +229,11 @@ class Client:
 
     def _new_job(self, submission: Submission, now: datetime) -> NewJob:
         # The key must find the same job again, so what is compared is the request before a seed is drawn.
-        asked_for = submission.payload.digest()
+        forms = Forms.of(submission.payload)
+        asked_for = forms.digest
         payload = with_seed(submission.payload)
+        if payload is not submission.payload:
+            forms = Forms.of(payload)
         job_id = uuid7()
         deadline = None if payload.deadline_s is None else now + timedelta(seconds=payload.deadline_s)
         return NewJob(
@@ -230,9 +247,9 @@ class Client:
             model=payload.model,
             queue=queue_for(payload.model),
             priority=payload.priority,
-            params=payload.params(),
-            prompt=payload.prompt_json(),
-            message=build_message(job_id, payload, self.settings),
+            params=forms.params,
+            prompt=forms.prompt,
+            message=build_message(job_id, payload, self.settings, forms.fields),
             created_at=now,
             deadline_at=deadline,
         )
