@@ -11,8 +11,7 @@ token id, lower first, also at the border of a filter (where transformers' top-k
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,12 +56,6 @@ class SamplingBatch:
     any_bias: bool = False
     any_banned: bool = False
     num_logprobs: int = -1  # most alternatives a row asks for; 0: the sampled token's only; -1: nobody asks
-
-    @classmethod
-    def empty(cls) -> SamplingBatch:
-        """A batch of no rows."""
-        nothing: Any = torch.empty(0)
-        return cls(**{field.name: nothing for field in fields(cls) if field.default is MISSING})
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from backend.api import (
     Prompt,
     SamplingParams,
 )
+from backend.core import _logprob
 from backend.row_params import RowParam
 from backend.rows import RowTable
 from backend.runner import sampling_batch
@@ -235,6 +236,23 @@ def test_the_way_out(width: int) -> None:
     assert slot.read_tokens() == [4, -1, 9]
     if width >= 0:
         assert slot.read_logprobs() == (chosen.tolist(), ids.tolist(), values.tolist())
+
+
+def test_a_vocabulary_with_fewer_tokens_than_alternatives_leaves_ids_of_minus_one() -> None:
+    slot, table = make_slot(), RowTable(4, 8)
+    fill(slot, plan_of((make_sequence(0, [0], logprobs=4), 0, 3, True)), table)
+    slot.store_output(
+        torch.tensor([1]),
+        torch.tensor([-0.5]),
+        torch.tensor([[1, 0]], dtype=torch.int32),
+        torch.tensor([[-0.5, -1.0]]),
+    )
+    slot.copy_out()
+    chosen, ids, values = slot.read_logprobs()
+    assert (chosen, ids) == ([-0.5], [[1, 0, -1, -1]])
+    assert values[0][:2] == [-0.5, -1.0]
+    entry = _logprob(1, 0, 4, (chosen, ids, values))
+    assert entry.top == ((1, -0.5), (0, -1.0))
 
 
 def test_released_host_buffers_are_poisoned_when_asked() -> None:
