@@ -39,7 +39,7 @@ def store_dead_letters(conn: Connection, letters: Sequence[NewDeadLetter]) -> No
     rows = [
         {
             "id": letter.id,
-            "queue": letter.queue[:255],
+            "queue": clean_text(letter.queue)[:255],
             "worker_id": letter.worker_id,
             "reason": clean_text(letter.reason),
             "message": clean_text(letter.message),

@@ -19,7 +19,7 @@ from celery.result import AsyncResult
 from kombu import pools
 from sqlalchemy import Engine, select
 
-from models_db.jobs import insert_jobs, job_result, job_status, mark_published, stored_messages
+from models_db.jobs import insert_jobs, job_result, job_status, mark_published
 from models_db.migrate import upgrade
 from models_db.records import JobStatus, NewJob, StoredResult
 from models_db.session import make_engine
@@ -209,13 +209,6 @@ class Fleet:
         """Start several at once and wait until all are ready."""
         for worker in [self.worker(wait=False) for _ in range(count)]:
             worker.ready()
-
-    def republish_queued(self) -> None:
-        """Publish again what is queued in SQL and in no list, as a sweeper would."""
-        queued = [job_id for job_id, state in self.states().items() if state is JobState.QUEUED]
-        with self.engine.connect() as conn:
-            stored = stored_messages(conn, queued)
-        publish(self.redis.client.pipeline(), [entry.message for entry in stored.values() if entry.message])
 
     def owner(self, job_id: str) -> WorkerProcess:
         """The process that runs this job."""

@@ -328,31 +328,6 @@ def test_results_wait_while_the_database_is_away(make_fleet: MakeFleet) -> None:
         fleet.close()
 
 
-def test_lost_connections_to_redis_cost_no_job_and_no_second_run(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(engine={"echo_tokens_per_s": 20, "max_num_seqs": 16})
-    worker = fleet.worker()
-    jobs = [fleet.submit(job_id, max_tokens=30) for job_id in ids(32)]
-    wait_until(lambda: list(fleet.states().values()).count(JobState.RUNNING) >= 16, 20, "jobs to run")
-    for _ in range(3):
-        fleet.redis.client.client_kill_filter(_type="normal", skipme=True)
-        # Consuming again, which is when the next loss hurts.
-        wait_until(
-            lambda: any(c["cmd"] == "brpop" for c in fleet.redis.client.client_list()), 10, "a reconnection"
-        )
-    # Nothing that a worker ever had may be missing. What Redis handed out on a connection that died before the
-    # worker had read it is in SQL alone, where a sweeper finds it.
-    wait_until(lambda: JobState.RUNNING not in fleet.states().values(), 20, "running jobs to end")
-    fleet.wait_drained()
-    assert all(fleet.attempts(j) == [] for j, state in fleet.states().items() if state is JobState.QUEUED)
-    fleet.republish_queued()
-    assert set(fleet.wait_all(jobs).values()) == {JobState.SUCCEEDED}
-    assert all(fleet.attempts(job_id) == [AttemptOutcome.SUCCEEDED] for job_id in jobs)
-    fleet.wait_drained()
-    assert fleet.send(max_tokens=1).get(timeout=20)["finish_reason"] == "length"
-    assert "Connection to broker lost" in worker.log
-    assert worker.stop() == 0
-
-
 def test_the_command_restarts_a_killed_worker_and_stops_on_sigterm(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(restart_backoff_s=0.2)
     command = [
