@@ -219,9 +219,9 @@ class Incarnation:
         gone = sight.owners - sight.counters.keys() - {self.id}  # stopped, or found dead by others
         for worker_id in sorted(silent - self._dead):
             logger.warning("Worker %s is dead: its heartbeat stands still", worker_id)
-        self._dead = silent | gone
-        if self._dead:
-            self._on_gone(self._dead)
+        self._dead = silent
+        if silent or gone:
+            self._on_gone(silent | gone)
         if sight.cancelled:
             self._on_cancel(sight.cancelled)
 

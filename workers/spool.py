@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -235,5 +236,8 @@ class OutageBook:
 
 def default_folder(environ: Callable[[str], str | None] = os.environ.get) -> Path:
     """Where state that should survive a restart belongs on this system."""
-    base = environ("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "tokenmill" / "spool"
+    try:
+        base = Path(environ("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    except RuntimeError:  # nobody's home, as in some containers
+        base = Path(tempfile.gettempdir()) / f"state-{os.getuid()}"
+    return base / "tokenmill" / "spool"
