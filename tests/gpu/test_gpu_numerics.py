@@ -133,8 +133,9 @@ def test_graphs_compute_what_the_same_padded_step_does_uncaptured(
         for s in all_of
         for i in (0, 1)
     }
-    assert set(comparing.found) == wanted
-    record_property("steps compared bit by bit", f"{compared}, of {len(wanted)} graphs")
+    # What fills the rows at first may need graphs beyond these; they were compared as well.
+    assert wanted <= set(comparing.found)
+    record_property("steps compared bit by bit", f"{compared}, of {len(comparing.found)} graphs")
 
 
 # --------------------------------------------------------------------------------- equal shapes give equal bits
