@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
 from models_db.workers import register_worker
-from workers.incarnation import DeathWatch, Incarnation, Sampler, new_worker
+from workers.incarnation import DeathWatch, Incarnation, Sampler, _Sight, new_worker
 from workers.settings import load_settings
 
 
@@ -130,3 +131,33 @@ def test_a_worker_that_starts_during_the_look_is_not_gone(tmp_path: Path) -> Non
     engine.dispose()
     assert looks
     assert sight.owners <= sight.counters.keys()
+
+
+def test_the_dead_and_what_the_stopped_left_are_reported_until_they_are_buried() -> None:
+    settings = load_settings(database_url="sqlite:///unused.db")
+    now, gone = [100.0], list[set[str]]()
+    incarnation = Incarnation(
+        settings,
+        new_worker(settings),
+        on_cancel=lambda ids: None,
+        on_dead=lambda error: None,
+        on_gone=lambda ids: gone.append(set(ids)),
+        clock=lambda: now[0],
+    )
+
+    def look(still: int, owners: set[str]) -> None:
+        future: Future[_Sight] = Future()
+        future.set_result(_Sight({"still": still, "moving": int(now[0])}, set(), owners, []))
+        incarnation._on_look(future)
+        now[0] += 1
+
+    look(1, {"still", "moving"})
+    assert gone == []
+    for _ in range(5):
+        look(1, {"still", "moving", "stopped"})
+    assert gone == [{"stopped"}] * 5
+    assert incarnation.dead_ids() == frozenset(), "a worker that stopped raises no suspicion"
+    look(1, {"still"})
+    look(1, {"still"})
+    assert gone[5:] == [{"still"}]
+    assert incarnation.dead_ids() == {"still"}
