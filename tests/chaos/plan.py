@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.chaos.jobs import request
 
-LONGEST_TOKENS = 600  # of one job: 30 s at the pace of the run; in a short run less
+LONGEST_TOKENS = 300  # of one job: 15 s at the pace of the run; in a short run less
 _LEAD_S = 3.0  # load alone, before the first fault
 _QUIET_S = 9.5  # a kill is over by then, so that its recovery is measured alone
 _TAIL_S = 2.0
