@@ -136,7 +136,9 @@ def test_duplicates_of_one_job_run_once(make_fleet: MakeFleet) -> None:
 
 
 def test_cancel_and_revoke(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(prefetch_headroom=0, engine={"echo_tokens_per_s": 20, "max_num_seqs": 1})
+    fleet = make_fleet(
+        prefetch_headroom=0, prefetch_reserve=1, engine={"echo_tokens_per_s": 20, "max_num_seqs": 1}
+    )
     worker = fleet.worker()
     first, flagged, revoked, waiting, cancelled, last = jobs = ids(6)
     for job_id in jobs:
