@@ -73,7 +73,8 @@ class Suspects:
         self._period = period_s
         self._clock = clock
         self._holding = False
-        self._alone_since: float | None = None  # isolated since then
+        self._isolated = False
+        self._alone_since: float | None = None  # isolated, and nothing else has run since then
         self._seen = 0  # looks in a row at suspects that wait to run alone
         self._going = 0  # suspects that run here
         self._closed = False
@@ -103,7 +104,7 @@ class Suspects:
             return
         waiting = future.result()
         self._seen = self._seen + 1 if waiting.alone else 0
-        if waiting.grouped and self._alone_since is None:
+        if waiting.grouped and not self._isolated:
             self._claim(alone=False)
         elif waiting.alone and self._may_isolate():
             self._claim_alone()
@@ -112,13 +113,13 @@ class Suspects:
             self._again()
 
     def _may_isolate(self) -> bool:
-        if self._alone_since is not None:
-            return self._clock() - self._alone_since < _SESSION_S
+        if self._isolated:
+            return self._alone_since is None or self._clock() - self._alone_since < _SESSION_S
         return not self._host.busy or self._seen > _PATIENCE
 
     def _claim_alone(self) -> None:
         """Take the lock, wait until everything else has ended, then claim one."""
-        if self._alone_since is not None:
+        if self._isolated:
             self._wait_until_alone()
             return
 
@@ -127,7 +128,7 @@ class Suspects:
                 self._again()
                 return
             self._holding = True
-            self._alone_since = self._clock()
+            self._isolated = True
             self._host.isolate(True)
             self._wait_until_alone()
 
@@ -140,6 +141,8 @@ class Suspects:
         if self._host.busy:
             self._actor.after(_CHECK_S, self._wait_until_alone)
         else:
+            if self._alone_since is None:
+                self._alone_since = self._clock()
             self._claim(alone=True)
 
     def _claim(self, *, alone: bool) -> None:
@@ -174,8 +177,8 @@ class Suspects:
             self._again(0.0)
 
     def _leave(self) -> None:
-        if self._alone_since is not None:
-            self._alone_since = None
+        if self._isolated:
+            self._isolated, self._alone_since = False, None
             self._seen = 0
             self._host.isolate(False)
         if self._holding:
