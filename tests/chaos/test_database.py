@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
 PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.chaos_long)])
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("seconds", [4, 60])
 def test_the_database_is_stopped(make_world: MakeWorld, seconds: int) -> None:
     world = make_world(engine=PACED)
     world.workers(2)
-    jobs = world.submit_words(40, 40)
+    jobs = world.submit_words(24, 40)
     world.wait_some(JobState.RUNNING, 16)
     assert world.server is not None
     world.server.stop()
