@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import Connection, and_, func, select, text
 
-from models_db.batches import BatchProgress, batch_progress
+from models_db.base import UTCDateTime
 from models_db.rollup_tables import RollupMark
-from models_db.tables import TERMINAL_BATCH_STATES, Batch, EngineSample, Job, JobState
+from models_db.tables import EngineSample, Job, JobState
 from models_db.workers import WorkerRecord, live_workers
 
 RECENT = timedelta(seconds=60)
@@ -28,6 +28,20 @@ class WorkerNow:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchNow:
+    """A batch that has not ended, with its jobs by state."""
+
+    name: str
+    state: str
+    total: int | None
+    succeeded: int
+    failed: int
+    cancelled: int
+    expired: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class FleetNow:
     """One look at the fleet."""
 
@@ -35,7 +49,7 @@ class FleetNow:
     workers: list[WorkerNow]
     queued: list[tuple[str, int, datetime]]  # queue, jobs, creation of the oldest
     running: int  # jobs
-    batches: list[BatchProgress]  # that have not ended, newest first
+    batches: list[BatchNow]  # that have not ended, newest first
     rolled_until: datetime | None
 
     @property
@@ -86,18 +100,27 @@ def look(conn: Connection, now: datetime, *, batches: int = 8) -> FleetNow:
         .group_by(Job.queue)
         .order_by(Job.queue)
     )
-    open_batches = (
-        select(Batch.id)
-        .where(Batch.state.not_in(TERMINAL_BATCH_STATES))
-        .order_by(Batch.created_at.desc(), Batch.id.desc())
-        .limit(batches)
-    )
-    found = [batch_progress(conn, batch_id) for batch_id in conn.scalars(open_batches).all()]
+    open_batches = text(
+        "SELECT name, state, total, succeeded, failed, cancelled, expired, created_at FROM batch_progress "
+        "WHERE finished_at IS NULL ORDER BY created_at DESC, id DESC LIMIT :batches"
+    ).columns(created_at=UTCDateTime)
     return FleetNow(
         at=now,
         workers=workers,
         queued=[(queue, count, oldest) for queue, count, oldest in conn.execute(waiting)],
         running=conn.scalar(select(func.count()).select_from(Job).where(Job.state == JobState.RUNNING)) or 0,
-        batches=[batch for batch in found if batch is not None],
+        batches=[
+            BatchNow(
+                name=row.name,
+                state=row.state,
+                total=row.total,
+                succeeded=int(row.succeeded),
+                failed=int(row.failed),
+                cancelled=int(row.cancelled),
+                expired=int(row.expired),
+                created_at=row.created_at,
+            )
+            for row in conn.execute(open_batches, {"batches": batches})
+        ],
         rolled_until=conn.scalar(select(RollupMark.rolled_until)),
     )

@@ -255,7 +255,8 @@ def test_top_sees_workers_queues_and_open_batches(sample: Engine) -> None:
     ]
     assert now.running == 2
     assert [(queue, jobs) for queue, jobs, _ in now.queued] == [("tokenmill.large", 5)]
-    assert [(batch.name, batch.done, batch.total) for batch in now.batches] == [("reports-0305", 5, 12)]
+    assert [(batch.name, batch.succeeded, batch.total) for batch in now.batches] == [("reports-0305", 5, 12)]
+    assert now.batches[0].created_at == END - timedelta(minutes=10)
     assert now.tokens_per_s == pytest.approx(sum(each.tokens_per_s or 0 for each in now.workers))
     assert now.rolled_until == END
 

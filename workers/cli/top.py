@@ -114,7 +114,7 @@ def _workers(now: FleetNow) -> Table:
             number(each.tokens_per_s, 1),
             _percent(each.active),
             _percent(each.kv_used),
-            f"{max(0.0, (now.at - one.heartbeat_at).total_seconds()):.0f}s ago",
+            f"{_age((now.at - one.heartbeat_at).total_seconds())} ago",
         )
     return table
 
@@ -131,16 +131,15 @@ def _queues(now: FleetNow) -> Table:
 def _batches(now: FleetNow) -> Table:
     from rich.markup import escape
 
-    table = _table("batch", "state", right=("done", "of", "failed", "new tok", "since"))
+    table = _table("batch", "state", right=("done", "of", "failed", "since"))
     for batch in now.batches:
-        failed = sum(count for state, count in batch.counts.items() if state in ("failed", "expired"))
+        failed = batch.failed + batch.expired
         table.add_row(
             escape(batch.name),
-            str(batch.state),
-            f"{batch.done:,}",
+            batch.state,
+            f"{batch.succeeded + batch.cancelled + failed:,}",
             "?" if batch.total is None else f"{batch.total:,}",
             f"{failed:,}",
-            f"{batch.completion_tokens:,}",
             _age((now.at - batch.created_at).total_seconds()),
         )
     return table
