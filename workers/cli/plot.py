@@ -34,8 +34,15 @@ def draw(path: Path, rows: list[ThroughputRow], by: str) -> None:
     figure = _figure_class()(figsize=(10, 8), layout="constrained")
     places = list(range(len(rows)))
     line = by in ("hour", "day", "night")
-    for index, (title, series) in enumerate(_panels(rows).items()):
-        axes = figure.add_subplot(3, 1, index + 1)
+    panels = {
+        title: series
+        for title, series in _panels(rows).items()
+        if any(value is not None for values in series.values() for value in values)
+    }
+    first = None
+    for index, (title, series) in enumerate(panels.items()):
+        axes = figure.add_subplot(len(panels), 1, index + 1, sharex=first)
+        first = first or axes
         axes.set_title(title, loc="left")
         axes.grid(visible=True, axis="y", alpha=0.3)
         for number, (name, values) in enumerate(series.items()):
@@ -44,13 +51,14 @@ def draw(path: Path, rows: list[ThroughputRow], by: str) -> None:
                 axes.plot(places, numbers, label=name, marker="." if len(rows) < 60 else None)
             else:
                 width = 0.8 / len(series)
-                axes.bar([place + number * width for place in places], numbers, width=width, label=name)
+                shift = (number - (len(series) - 1) / 2) * width  # together they stand around the tick
+                axes.bar([place + shift for place in places], numbers, width=width, label=name)
         if len(series) > 1:
             axes.legend()
         axes.set_ylim(bottom=0)
         every = max(1, -(-len(rows) // _LABELS))
         axes.set_xticks(places[::every], [row.key or "-" for row in rows[::every]], rotation=45, ha="right")
-        axes.tick_params(labelbottom=index == 2)
+        axes.tick_params(labelbottom=index == len(panels) - 1)
     figure.suptitle(f"Tokenmill throughput by {by}" + (" (UTC)" if line else ""))
     figure.savefig(path)
 
