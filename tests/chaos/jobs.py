@@ -39,12 +39,12 @@ class Expected:
 
 
 def request(rng: random.Random, number: int, *, longest: int) -> dict[str, Any]:
-    """A request of a size that work has: most are short, some are long, few are very long (``longest`` tokens)."""
+    """A request of a size that work has: most are short, some are long, some very long (up to ``longest`` tokens)."""
     share = rng.random()
-    if share < 0.8:
+    if share < 0.6:
         tokens = rng.randint(1, max(2, longest // 25))
-    elif share < 0.97:
-        tokens = rng.randint(longest // 25, max(2, longest // 5))
+    elif share < 0.9:
+        tokens = rng.randint(longest // 25, max(2, longest // 3))
     else:
         tokens = rng.randint(longest // 2, longest)
     words = [f"job{number}", *(f"w{rng.randrange(1000)}" for _ in range(rng.randint(1, 12)))]
