@@ -81,10 +81,6 @@ class Verdict:
             "recovery_max_s": self.recovery_max_s,
         }
 
-    def line(self) -> str:
-        """The one line."""
-        return line(self.figures())
-
 
 def line(figures: dict[str, Any]) -> str:
     """``chaos: jobs=… lost=… double=… duplicates=… unacked=… recovery_max_s=…``."""

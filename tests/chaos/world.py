@@ -171,9 +171,9 @@ class World:
             stored = job_rows.stored_messages(conn, ids)
         publish(self.redis.client.pipeline(), [entry.message for entry in stored.values() if entry.message])
 
-    def push(self, data: bytes, priority_key: str | None = None) -> None:
+    def push(self, data: bytes) -> None:
         """Put raw bytes into the queue."""
-        self.redis.client.lpush(priority_key or self.queue, data)
+        self.redis.client.lpush(self.queue, data)
 
     def push_message(self, message: Mapping[str, Any]) -> None:
         """Put a message into the queue that its ``delivery_info`` names."""
