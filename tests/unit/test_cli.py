@@ -181,20 +181,23 @@ def test_a_long_wait_is_explained(database_url: str, monkeypatch: pytest.MonkeyP
 def test_a_batch_that_nobody_works_on_is_explained(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.cli import bulk
+    from workers.bulk import BulkRunner
+    from workers.cli import bulk_work
 
     source = tmp_path / "in.jsonl"
     source.write_text('{"custom_id": "a", "prompt": "x"}\n')
-    monkeypatch.setattr(bulk, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(bulk_work, "_PATIENCE_S", 0.0)
 
     looks: list[str] = []
+    look = BulkRunner._look
 
-    def stop_at_the_second_look(self: object, batch_id: str) -> None:
+    def stop_at_the_second_look(self: BulkRunner, batch_id: str) -> object:
         looks.append(batch_id)
         if len(looks) == 2:
             raise KeyboardInterrupt
+        return look(self, batch_id)
 
-    monkeypatch.setattr("workers.bulk.BulkRunner._republish", stop_at_the_second_look)
+    monkeypatch.setattr(BulkRunner, "_look", stop_at_the_second_look)
     arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]
     done = run("bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), *arguments)
     assert done.exit_code == ExitCode.INTERRUPTED
@@ -262,7 +265,7 @@ def test_bulk_refuses_bad_input_before_it_starts(tmp_path: Path, database_url: s
     source = tmp_path / "in.jsonl"
     source.write_text('{"custom_id": "a", "prompt": "x"}\n{"custom_id": "a", "prompt": "y"}\n{"prompt": \n')
     arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]
-    done = run("bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), *arguments)
+    done = run("bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), "--refuse-bad", *arguments)
     assert done.exit_code == ExitCode.USAGE
     assert "in.jsonl:2: custom_id: was used in line 1" in done.stderr
     assert "in.jsonl:3: is not valid JSON" in done.stderr
