@@ -26,6 +26,7 @@ class TlsRedisServer(RedisServer):
         assert program is not None
         self.port = free_port()
         self.certificate = certificate
+        self.folder = folder
         options = {
             "port": "0",
             "tls-port": str(self.port),
