@@ -177,6 +177,21 @@ def test_a_caller_that_goes_away_cancels_its_jobs(url: str, fleet: Fleet) -> Non
     assert fleet.state(job_id) is JobState.CANCELLED
 
 
+def test_a_caller_that_goes_away_may_come_back_with_its_key(
+    url: str, client: openai.OpenAI, fleet: Fleet
+) -> None:
+    body = {"model": "echo", "messages": ASK, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    headers = {"Idempotency-Key": "come-back"}
+    with httpx.stream(
+        "POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, headers=headers
+    ) as answer:
+        line = next(answer.iter_lines())
+        job_id = json.loads(line.removeprefix("data: "))["id"].removeprefix("chatcmpl-")
+    again = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    assert again.json()["id"] == f"chatcmpl-{job_id}"
+    assert fleet.state(job_id) is JobState.SUCCEEDED
+
+
 def test_an_answer_that_takes_too_long_is_cancelled(fleet: Fleet) -> None:
     with (
         serving(fleet.settings, timeout_s=0.2) as address,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -43,12 +44,18 @@ class Continuous:
 
 
 class Generation:
-    """See the module. Use it as an asynchronous context: jobs that have not ended are cancelled at its end."""
+    """See the module. Use it as an asynchronous context: jobs that have not ended are cancelled at its end.
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[AsyncJobHandle], timeout_s: float) -> None:
+    Those with a key are not: the caller that has gone may be about to ask again, or wait with the same key elsewhere.
+    """
+
+    def __init__(
+        self, client: AsyncClient, jobs: Sequence[AsyncJobHandle], timeout_s: float, *, cancels: bool
+    ) -> None:
         self._client = client
         self.jobs = jobs
         self._timeout_s = timeout_s
+        self._cancels = cancels
         self._ended: set[str] = set()
 
     @classmethod
@@ -72,16 +79,16 @@ class Generation:
             if tenant is not None:
                 extra["tenant"] = tenant
             if key is not None:
-                extra["idempotency_key"] = f"{tenant or ''}/{key}/{index}"
+                extra["idempotency_key"] = _job_key(tenant, key, index)
             requests.append(payload | extra)
-        return cls(client, await client.submit_many(requests), timeout_s)
+        return cls(client, await client.submit_many(requests), timeout_s, cancels=key is None)
 
     async def __aenter__(self) -> Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         left = [job for job in self.jobs if job.id not in self._ended]
-        if left:
+        if left and self._cancels:
             # Shielded: the caller is often being cancelled itself, because its client has gone.
             await asyncio.shield(self._cancel(left))
 
@@ -151,6 +158,11 @@ class Generation:
             result.completion_tokens,
             result.cached_tokens,
         )
+
+
+def _job_key(tenant: str | None, key: str, index: int) -> str:
+    """The key of one job of a request; hashed, since the column is short and tenants must not share keys."""
+    return "http:" + hashlib.sha256(f"{tenant or ''}\0{key}\0{index}".encode()).hexdigest()
 
 
 def choice_of(text: str, end: StreamEnd) -> Choice:
