@@ -72,6 +72,9 @@ class Expected:
             self.lose(alone)
             if self.state.terminal:
                 return ClaimKind.TERMINAL
+        if self.cancel:  # it was handed back while someone wanted it cancelled
+            self.end(JobState.CANCELLED)
+            return ClaimKind.TERMINAL
         if self.deadline is not None and self.deadline <= now:
             self.end(JobState.EXPIRED)
             return ClaimKind.TERMINAL
