@@ -364,6 +364,7 @@ def test_a_second_start_is_refused(make_engine: MakeEngine) -> None:
 def test_a_program_that_ends_without_a_shutdown_ends_cleanly(name: str, llama: TinyModel) -> None:
     program = f"""
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have had it ignored
 from backend.api import GenerationRequest, Prompt, SamplingParams
 from backend.config import EngineConfig
 from backend.registry import create_backend
