@@ -20,7 +20,6 @@ class Reuser:
     def __init__(self, client: Client, now: Callable[[], datetime]) -> None:
         self._client = client
         self._now = now
-        self.reused = 0
 
     def submit(self, submissions: Sequence[Submission], days: float) -> None:
         """Accept these, with the answers that came within ``days``."""
@@ -39,7 +38,6 @@ class Reuser:
         jobs = self._client.new_jobs([submission for submission, _ in lines])
         reused = [ReusedJob(job, source) for job, (_, source) in zip(jobs, lines, strict=True)]
         done = transaction(self._client.engine(), lambda conn: reuse.insert_reused(conn, reused))
-        self.reused += len(done)
         # Retention may have removed an answer since we looked.
         left = [line[0] for line, job in zip(lines, jobs, strict=True) if job.id not in done]
         if left:

@@ -85,7 +85,6 @@ class StreamWriter:
         # Of the thread alone:
         self._unsent: list[tuple[_Stream, dict[str, str]]] = []
         self._away = False
-        self.dropped_entries = 0
 
     def start(self) -> None:
         """Start the thread."""
@@ -157,7 +156,8 @@ class StreamWriter:
         waiting = sum(len(entry.get("text", "")) for _, entry in self._unsent)
         if waiting > _MOST_WAITING_CHARS:
             kept = [(stream, entry) for stream, entry in self._unsent if entry["kind"] != "text"]
-            self.dropped_entries += len(self._unsent) - len(kept)
+            # Their readers see the jump and take the answer from SQL.
+            logger.warning("%d pieces of token streams are dropped", len(self._unsent) - len(kept))
             self._unsent = kept
 
     def _write(self) -> bool:
