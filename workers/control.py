@@ -1,25 +1,35 @@
-"""Our own remote control command, beside Celery's."""
+"""Our own remote control command, and what Celery's must do beyond Celery."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from celery.worker import control
 from celery.worker.control import Panel
+from kombu.utils.functional import maybe_list
+
+from workers.revokes import Revokes
 
 CANCEL_COMMAND = "tokenmill_cancel"
 
 
 def register_commands() -> None:
-    """Make workers of this process understand ``tokenmill_cancel``. Calling it again is harmless."""
-    if CANCEL_COMMAND not in Panel.data:
-        Panel.register(
-            name=CANCEL_COMMAND,
-            type="control",
-            args=[("ids", list)],
-            signature="[id1 [id2 [... [idN]]]]",
-            variadic="ids",
-        )(tokenmill_cancel)
+    """Make workers of this process understand ``tokenmill_cancel``, and have ``revoke`` reach suspects.
+
+    Calling it again is harmless.
+    """
+    if CANCEL_COMMAND in Panel.data:
+        return
+    Panel.register(
+        name=CANCEL_COMMAND,
+        type="control",
+        args=[("ids", list)],
+        signature="[id1 [id2 [... [idN]]]]",
+        variadic="ids",
+    )(tokenmill_cancel)
+    Panel.data["revoke"] = revoke
+    Panel.data["revoke_by_stamped_headers"] = revoke_by_stamped_headers
 
 
 def tokenmill_cancel(state: Any, ids: Sequence[str] | str, **_: Any) -> dict[str, int]:
@@ -30,3 +40,26 @@ def tokenmill_cancel(state: Any, ids: Sequence[str] | str, **_: Any) -> dict[str
         return {"asked": 0}
     cancel(wanted)
     return {"asked": len(wanted)}
+
+
+def revoke(state: Any, task_id: Any, terminate: bool = False, **options: Any) -> Any:
+    """Celery's own, which looks for tasks to terminate among its requests; suspects have none."""
+    answer = control.revoke(state, task_id, terminate=terminate, **options)
+    if terminate:
+        _terminate(state, Revokes(ids=frozenset(maybe_list(task_id) or ())))
+    return answer
+
+
+def revoke_by_stamped_headers(state: Any, headers: Any, terminate: bool = False, **options: Any) -> Any:
+    """As ``revoke``; ``headers`` are stamps with the values to revoke, or a list of ``name=value``."""
+    answer = control.revoke_by_stamped_headers(state, headers, terminate=terminate, **options)
+    if terminate:
+        stamps = headers if isinstance(headers, Mapping) else dict(part.split("=")[:2] for part in headers)
+        _terminate(state, Revokes(stamps=stamps))
+    return answer
+
+
+def _terminate(state: Any, revokes: Revokes) -> None:
+    end = getattr(state.consumer.pool, "terminate_revoked", None)
+    if end is not None:
+        end(revokes)

@@ -37,6 +37,7 @@ from workers.endings import Endings, Post, Tracer
 from workers.intake import Delivery, read_delivery
 from workers.payload import NewerPayloadError, queue_for
 from workers.request import GenerateRequest
+from workers.revokes import Revokes
 from workers.runs import AT_SHUTDOWN, Runs, Store, StreamSink
 from workers.settings import Settings
 from workers.spool import OutageBook, Spool
@@ -158,6 +159,10 @@ class DeliveryTable:
     def cancel(self, ids: Sequence[str]) -> None:
         """End these jobs early where they run here."""
         self._actor.send(partial(self._on_cancel, tuple(ids)))
+
+    def terminate(self, revokes: Revokes) -> None:
+        """Celery terminates these: end those that run here without a request of Celery's."""
+        self._actor.send(partial(self._runs.terminate, revokes))
 
     def fail(self, error: BaseException) -> None:
         """The worker cannot go on: hand everything back."""

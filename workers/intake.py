@@ -14,6 +14,7 @@ from models_db.tables import JobState
 from workers.payload import GeneratePayload, queue_for
 from workers.request import GenerateRequest
 from workers.settings import Settings
+from workers.stored import StoredRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class Run:
     deliveries: list[Delivery] = field(default_factory=list)
     soft_s: float | None = None
     hard_s: float | None = None
-    on_ended: Callable[[], None] | None = None  # of a suspect, which has no delivery
+    asked: StoredRequest | None = None  # of a suspect, which has no delivery
+    on_ended: Callable[[], None] | None = None  # of a suspect
     handle: GenerationHandle | None = None
     started_at: float = 0.0
     runtime_s: float | None = None

@@ -37,6 +37,7 @@ from workers.intake import Call, Delivery
 from workers.mailbox import Mailbox
 from workers.payload import TASK_NAME, queue_for
 from workers.queues import QueueView
+from workers.revokes import Revokes
 from workers.settings import Settings, redact_text, redact_url
 from workers.spool import Spool, default_folder, replay
 from workers.stream_writer import StreamWriter
@@ -283,6 +284,11 @@ class EnginePool(BasePool):  # type: ignore[misc]
         """End these jobs early where they run here; for the control command."""
         if self._table is not None:
             self._table.cancel(ids)
+
+    def terminate_revoked(self, revokes: Revokes) -> None:
+        """End those of them that run here without a request of Celery's; for Celery's control commands."""
+        if self._table is not None:
+            self._table.terminate(revokes)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Nothing: all jobs share this process. The job itself is ended through its apply result."""

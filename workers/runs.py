@@ -9,7 +9,6 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from celery.utils.log import get_logger
-from celery.worker import state as worker_state
 from sqlalchemy import Connection
 
 from backend.api import (
@@ -28,6 +27,7 @@ from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
 from workers.intake import Delivery, Run, stored_result
+from workers.revokes import Revokes, end_before_start
 from workers.spool import OutageBook
 from workers.stored import read_stored
 from workers.streams import StreamEnd
@@ -157,12 +157,12 @@ class Runs:
             asked.soft_s,
             asked.hard_s,
         )
-        run.on_ended = on_ended
+        run.asked, run.on_ended = asked, on_ended
         self._runs[run.job_id] = run
         if asked.error is not None and not self.closing:
             self._finish(run, JobState.FAILED, error=asked.error)
-        elif claim.job_id in worker_state.revoked:
-            self._finish(run, JobState.CANCELLED)
+        elif end := end_before_start(run.job_id, asked, self._now()):
+            self._finish(run, end)
         else:
             self._admit(run)
 
@@ -226,6 +226,8 @@ class Runs:
         for run in self._runs.values():
             if run.handle is None or run.handle.started or run.finishing or run.releasing:
                 continue
+            if run.asked is not None and (end := end_before_start(run.job_id, run.asked, self._now())):
+                self.end_early(run, end)
             for delivery in run.deliveries:
                 if delivery.ending is None and not delivery.abandoned and delivery.request.looks_revoked():
                     self._post(delivery.request.revoked)
@@ -242,6 +244,12 @@ class Runs:
             run.handle.cancel()
         else:
             self._finish(run, run.ending or JobState.CANCELLED)
+
+    def terminate(self, revokes: Revokes) -> None:
+        """End the suspects among these. The others have a request, which Celery terminates."""
+        for run in list(self._runs.values()):
+            if run.asked is not None and revokes.names(run.job_id, run.asked.stamps):
+                self.end_early(run, JobState.CANCELLED)
 
     def _on_hard_limit(self, run: Run) -> None:
         if not run.finishing and run.handle is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from backend.api import RequestError, TokenmillError
@@ -20,6 +21,8 @@ class StoredRequest:
     error: TokenmillError | None
     soft_s: float | None
     hard_s: float | None
+    expires: datetime | None = None
+    stamps: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_stored(message: Mapping[str, Any] | None) -> StoredRequest:
@@ -28,8 +31,17 @@ def read_stored(message: Mapping[str, Any] | None) -> StoredRequest:
         if message is None:
             raise RequestError("is not stored", field="message")
         (data, *_), *_ = _body(message)
-        hard_s, soft_s = message["headers"].get("timelimit") or (None, None)
-        return StoredRequest(GeneratePayload.parse(data), None, soft_s, hard_s)
+        headers = message["headers"]
+        hard_s, soft_s = headers.get("timelimit") or (None, None)
+        expires = headers.get("expires")
+        return StoredRequest(
+            GeneratePayload.parse(data),
+            None,
+            soft_s,
+            hard_s,
+            None if expires is None else _in_utc(datetime.fromisoformat(expires)),
+            dict(headers.get("stamps") or {}),
+        )
     except TokenmillError as exc:
         return StoredRequest(None, exc, None, None)
     except (KeyError, ValueError, TypeError, AttributeError):
@@ -48,6 +60,10 @@ def names_links(embed: object) -> bool:
     """The same, of the third part of a message's body."""
     parts = ("callbacks", "errbacks", "chain", "chord")
     return isinstance(embed, Mapping) and any(embed.get(name) for name in parts)
+
+
+def _in_utc(at: datetime) -> datetime:
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
 def _body(message: Mapping[str, Any]) -> Any:

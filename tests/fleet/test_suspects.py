@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.worker import control as celery_control
+from celery.worker import state as worker_state
 from sqlalchemy import Engine, select
 
 from backend.api import EngineDeadError
@@ -20,7 +23,9 @@ from models_db.tables import AttemptOutcome, FleetLock, Job, JobState, WorkerSta
 from models_db.workers import set_worker_state
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.table_world import TestWorker, World
+from workers import control
 from workers.payload import GeneratePayload, build_message, queue_for
+from workers.revokes import Revokes
 from workers.settings import load_settings
 
 MOST_DEATHS = ALONE_DEATHS + SOLO_LIMIT
@@ -257,6 +262,94 @@ def test_a_suspect_can_be_cancelled_and_its_lock_outlives_no_worker(engine: Engi
     world.run()
     assert b.backend.submitted == ["j"], "the lock of a dead worker is free"
     assert world.state("k") is JobState.CANCELLED
+
+
+def stored_message(**headers: Any) -> dict[str, Any]:
+    payload = GeneratePayload.parse({"model": "echo", "prompt": "some words"})
+    message = build_message("j", payload, load_settings(model="echo"))
+    return message | {"headers": message["headers"] | headers}
+
+
+STAMPED = {"stamped_headers": ["batch"], "stamps": {"batch": ["spring", "autumn"]}}
+
+
+@pytest.mark.parametrize(
+    ("revokes", "hit"),
+    [
+        (Revokes(ids=frozenset({"j"})), True),
+        (Revokes(stamps={"batch": "autumn"}), True),
+        (Revokes(stamps={"batch": ["winter", "spring"]}), True),
+        (Revokes(ids=frozenset({"other"}), stamps={"batch": ["winter"], "other": "spring"}), False),
+    ],
+    ids=["by id", "by a stamp", "by stamps", "another"],
+)
+@pytest.mark.parametrize("deaths", [SUSPECT_DEATHS, ALONE_DEATHS], ids=["in a group", "alone"])
+def test_terminating_reaches_a_suspect_that_runs(
+    engine: Engine, revokes: Revokes, hit: bool, deaths: int
+) -> None:
+    accept(engine, ["j"], deaths=deaths, message=stored_message(**STAMPED))
+    world = World(engine)
+    worker = world.worker("a")
+    world.run()
+    worker.backend.handles["j"].started = True
+    worker.table.terminate(revokes)
+    world.run()
+    if hit:
+        assert worker.backend.cancelled == ["j"]
+        assert world.state("j") is JobState.CANCELLED
+        assert world.published == ["j"], "a delivery will tell Celery"
+    else:
+        assert worker.backend.cancelled == []
+        worker.backend.finish("j")
+        world.run()
+        assert world.state("j") is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("when", ["before it is claimed", "while it waits in the backend"])
+def test_what_celery_has_revoked_does_not_start_as_a_suspect(
+    engine: Engine, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept(engine, ["j"], deaths=SUSPECT_DEATHS, message=stored_message(**STAMPED))
+    world = World(engine)
+    worker = world.worker("a")
+    worker.table.watch_revokes()
+    if when == "before it is claimed":
+        monkeypatch.setitem(worker_state.revoked_stamps, "batch", ["spring"])
+        world.run()
+        assert worker.backend.submitted == []
+    else:
+        world.run()
+        assert worker.backend.submitted == ["j"]
+        monkeypatch.setitem(worker_state.revoked_stamps, "batch", ["spring"])
+        world.clock.seconds += 1
+        world.run()
+    assert world.state("j") is JobState.CANCELLED
+
+
+def test_a_suspect_whose_message_has_expired_does_not_start(engine: Engine) -> None:
+    past = "2026-01-01T00:00:00"  # without a zone it is UTC
+    accept(engine, ["j"], deaths=SUSPECT_DEATHS, message=stored_message(expires=past))
+    world = World(engine)
+    worker = world.worker("a")
+    world.run()
+    assert worker.backend.submitted == []
+    assert world.state("j") is JobState.EXPIRED
+
+
+def test_celerys_commands_say_what_is_to_be_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Revokes] = []
+    monkeypatch.setattr(celery_control, "revoke", lambda *args, **options: "theirs")
+    monkeypatch.setattr(celery_control, "revoke_by_stamped_headers", lambda *args, **options: "theirs")
+    pool = SimpleNamespace(terminate_revoked=asked.append)
+    state = SimpleNamespace(consumer=SimpleNamespace(pool=pool))
+    assert control.revoke(state, task_id="j") == "theirs"
+    assert control.revoke_by_stamped_headers(state, headers={"batch": "spring"}) == "theirs"
+    assert asked == []
+    control.revoke(state, task_id=["j", "k"], terminate=True, signal="SIGTERM")
+    control.revoke_by_stamped_headers(state, headers=["batch=spring"], terminate=True)
+    assert asked == [Revokes(ids=frozenset({"j", "k"})), Revokes(stamps={"batch": "spring"})]
+    other = SimpleNamespace(consumer=SimpleNamespace(pool=object()))
+    assert control.revoke(other, task_id="j", terminate=True) == "theirs"
 
 
 def test_a_suspect_whose_message_cannot_be_read_fails_with_the_reason(engine: Engine) -> None:
