@@ -69,16 +69,30 @@ class UTCDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+# Made once: json.dumps with options makes an encoder a call.
+_DUMP = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+class JsonText(str):
+    """JSON that is text already: a JSON column takes it as it is. Only for what is valid and ASCII."""
+
+    __slots__ = ()
+
+
 def dump_json(value: Any) -> str:
     """JSON that people can read in a query tool.
 
     Text that is no valid Unicode stays escaped. Infinite and undefined numbers, which JSON lacks and PostgreSQL
     refuses, become null.
     """
+    if isinstance(value, JsonText):
+        return str(value)
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text = _DUMP.encode(value)
     except ValueError:
         return dump_json(_finite(value))
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, selec
 from sqlalchemy.orm import InstrumentedAttribute
 
 from models_db.base import utcnow
+from models_db.callbacks import announce_batch
 from models_db.dialects import chunked
 from models_db.errors import UnknownBatchError
 from models_db.ids import uuid7
@@ -175,6 +176,8 @@ def set_batch_state(
         values["finished_at"] = at or utcnow()
         values |= {str(job_state): counts[job_state] for job_state in JobState if job_state.terminal}
     conn.execute(update(Batch).where(Batch.id == batch_id).values(**values))
+    if state.terminal:
+        announce_batch(conn, batch_id)
     return True
 
 
@@ -251,6 +254,14 @@ def positions_after(conn: Connection, batch_id: str, after: int, limit: int) -> 
         .limit(limit)
     )
     return [position for position in conn.scalars(query) if position is not None]
+
+
+def last_queued(conn: Connection, batch_id: str, lines: int) -> list[str]:
+    """Ids of the jobs that wait for a worker among so many last lines of the batch."""
+    last = (
+        select(Job.id, Job.state).where(Job.batch_id == batch_id).order_by(Job.position.desc()).limit(lines)
+    )
+    return [row.id for row in conn.execute(last) if row.state is JobState.QUEUED]
 
 
 def iter_batch_rows(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import (
@@ -13,6 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Dialect,
+    Enum,
     FunctionElement,
     String,
     Table,
@@ -29,12 +31,14 @@ from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.types import TypeEngine
 
-from models_db.base import Base, JSONType, dump_json
+from models_db.base import Base, JSONType, UTCDateTime, dump_json
 
 T = TypeVar("T")
 
 CHUNK = 500
 """Values in one IN list or rows in one look-up: far below every database's limit on parameters."""
+
+_COPY_FROM = 20  # rows; fewer do not pay for the further round trips
 
 
 def chunked(values: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
@@ -46,13 +50,15 @@ def chunked(values: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
 def insert_rows(conn: Connection, table: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows that all have the same columns.
 
-    PostgreSQL gets them as one JSON document: a parameter a statement instead of one a value costs its client a
-    third of the time of ``executemany``.
+    PostgreSQL gets few rows as one JSON document, because a parameter a statement instead of one a value costs its
+    client a third of the time of ``executemany``; and many by ``COPY``, which halves the server's time.
     """
     if not rows:
         return
     if conn.dialect.name != "postgresql":
         conn.execute(insert(table), [dict(row) for row in rows])
+        return
+    if len(rows) >= _COPY_FROM and _copied(conn, cast(Table, table.__table__), rows):
         return
     statement, nested = _insert_document(cast(Table, table.__table__), tuple(rows[0]))
     # JSON columns travel as text inside the document, because PostgreSQL reads a nested value more strictly than
@@ -67,6 +73,53 @@ def insert_rows(conn: Connection, table: type[Base], rows: Sequence[Mapping[str,
         separators=(",", ":"),
     )
     conn.execute(statement, {"rows": document})
+
+
+def _copied(conn: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Send the rows by ``COPY``; false after a refusal, which the caller meets again in a statement.
+
+    The driver's own errors are not SQLAlchemy's, which name the constraint and know a lost connection; a statement's
+    are.
+    """
+    names = tuple(rows[0])
+    values = itemgetter(*names)
+    texts = [
+        (at, _COPIED[kind]) for at, name in enumerate(names) if (kind := type(table.c[name].type)) in _COPIED
+    ]
+    driver: Any = conn.connection.driver_connection
+    statement = f"COPY {table.name} ({', '.join(names)}) FROM STDIN"
+    savepoint = conn.begin_nested()
+    try:
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            for row in rows:
+                line = list(values(row))
+                for at, text in texts:
+                    line[at] = text(line[at])
+                copy.write_row(line)
+    except conn.dialect.loaded_dbapi.Error:
+        savepoint.rollback()
+        return False
+    savepoint.commit()
+    return True
+
+
+def _copied_json(value: Any) -> str | None:
+    return None if value is None else dump_json(value)
+
+
+def _copied_time(value: datetime | None) -> str | None:
+    return None if value is None else _aware(value)
+
+
+def _copied_enum(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+_COPIED: dict[type[TypeEngine[Any]], Callable[[Any], Any]] = {
+    JSONType: _copied_json,
+    UTCDateTime: _copied_time,
+    Enum: _copied_enum,
+}
 
 
 def _aware(value: object) -> str:

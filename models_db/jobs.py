@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from sqlalchemy import Connection, Row, bindparam, delete, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, select, true, update
 from sqlalchemy.exc import IntegrityError
 
 from models_db.base import utcnow
+from models_db.callbacks import announce_jobs, insert_job_callbacks, recall_batches, recall_jobs
 from models_db.dialects import among, chunked, insert_or_ignore, insert_rows
 from models_db.errors import (
     DuplicateCustomIdError,
@@ -62,6 +63,7 @@ __all__ = [
     "lock_jobs",
     "mark_callbacks_sent",
     "mark_published",
+    "mark_unpublished",
     "request_cancel",
     "retry_failed",
     "stored_messages",
@@ -114,6 +116,8 @@ def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]
         if holder.payload_hash != job.payload_hash:
             raise IdempotencyConflictError(job.idempotency_key, holder.id)
         outcomes.append(InsertOutcome(holder.id, holder.id == job.id, holder.state))
+    created = [job for job, outcome in zip(jobs, outcomes, strict=True) if outcome.created]
+    insert_job_callbacks(conn, ((job.id, job.callback) for job in created))
     return outcomes
 
 
@@ -165,6 +169,13 @@ def mark_published(conn: Connection, ids: Sequence[str], *, at: datetime | None 
     """Note that the messages of these jobs have been handed to the broker."""
     for some in chunked(ids):
         conn.execute(_PUBLISHED, {"ids": some, "at": at or utcnow()})
+
+
+def mark_unpublished(conn: Connection, ids: Sequence[str], *, at: datetime | None = None) -> None:
+    """Take back that these were published, or what was noted at ``at`` alone: the broker may not have them."""
+    noted = true() if at is None else Job.published_at == at
+    for some in chunked(sorted(ids)):
+        conn.execute(update(Job).where(Job.id.in_(some), noted).values(published_at=None))
 
 
 def mark_callbacks_sent(conn: Connection, ids: Sequence[str], *, at: datetime | None = None) -> None:
@@ -303,6 +314,7 @@ def request_cancel(
             .where(Job.id.in_(some))
             .values(state=JobState.CANCELLED, cancel_requested=True, finished_at=at or utcnow())
         )
+        announce_jobs(conn, some)
     for some in chunked(running):
         conn.execute(update(Job).where(Job.id.in_(some)).values(cancel_requested=True))
     states = {job.id: job.state for job in locked.values()}
@@ -366,6 +378,7 @@ def retry_failed(
                 solo_deaths=0,
             )
         )
+        recall_jobs(conn, some)
         batches = conn.execute(select(Job.id, Job.created_at, Job.batch_id).where(Job.id.in_(some))).all()
         order |= {row.id: row.created_at for row in batches}
         _reopen(conn, {row.batch_id for row in batches if row.batch_id is not None})
@@ -378,3 +391,4 @@ def _reopen(conn: Connection, batch_ids: Iterable[str]) -> None:
         .where(Batch.id.in_(sorted(batch_ids)), Batch.state.in_(TERMINAL_BATCH_STATES))
         .values(state=BatchState.IN_PROGRESS, finished_at=None, succeeded=0, failed=0, cancelled=0, expired=0)
     )
+    recall_batches(conn, sorted(batch_ids))

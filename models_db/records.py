@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from sqlalchemy import Row
 
-from models_db.base import utcnow
+from models_db.base import JsonText, utcnow
+from models_db.callbacks import NewCallback
 from models_db.errors import InvalidValueError
 from models_db.ids import uuid7
 from models_db.tables import AttemptOutcome, JobState, Result
@@ -19,7 +20,8 @@ from models_db.text import check_name, clean_text
 @dataclass(frozen=True, slots=True)
 class NewJob:
     """A job to insert. ``params``, ``prompt`` and ``message`` are JSON-safe; ``message`` is the whole stored
-    message, as it is published.
+    message, as it is published, or that as text. A ``published_at`` says that it is going to be published at once:
+    take it back with ``jobs.mark_unpublished`` where that fails.
 
     Raises:
         InvalidValueError: a name is too long or holds text that a database refuses, or a number is out of range.
@@ -29,7 +31,7 @@ class NewJob:
     queue: str
     params: Mapping[str, Any]
     prompt: Mapping[str, Any]
-    message: Mapping[str, Any] | None = None
+    message: Mapping[str, Any] | JsonText | None = None
     id: str = field(default_factory=uuid7)
     batch_id: str | None = None
     position: int | None = None
@@ -41,6 +43,7 @@ class NewJob:
     created_at: datetime = field(default_factory=utcnow)
     published_at: datetime | None = None
     deadline_at: datetime | None = None
+    callback: NewCallback | None = None
 
     def __post_init__(self) -> None:
         check_name("id", self.id, 155)
@@ -87,7 +90,7 @@ class NewJob:
             "deadline_at": self.deadline_at,
             "params": dict(self.params),
             "prompt": dict(self.prompt),
-            "message": None if self.message is None else dict(self.message),
+            "message": dict(self.message) if isinstance(self.message, Mapping) else self.message,
         }
 
 

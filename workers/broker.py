@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import redis
 import redis.asyncio
 
 from backend.api import ConfigurationError, TokenmillError
-from workers.payload import publish
+from workers.payload import push, wire
 from workers.settings import redact_text, redact_url
 
 _TIMEOUT_S = 5.0
@@ -44,9 +44,17 @@ class Broker:
         Raises:
             BrokerUnavailableError: Redis did not take them; some may have arrived all the same.
         """
+        self.push(map(wire, messages))
+
+    def push(self, deliveries: Iterable[tuple[str, bytes]]) -> None:
+        """``publish`` for messages that are ready: each with its list, as bytes, and never pushed before.
+
+        Raises:
+            BrokerUnavailableError: as above.
+        """
         try:
             with self._redis.pipeline(transaction=False) as pipeline:
-                publish(pipeline, messages)
+                push(pipeline, deliveries)
         except (redis.RedisError, OSError) as error:
             raise BrokerUnavailableError(self._url, error) from error
 

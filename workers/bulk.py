@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -47,7 +48,7 @@ from workers.payload import GeneratePayload, queue_for
 
 log = logging.getLogger(__name__)
 DEFAULT_IN_FLIGHT = 1000
-_CHUNK = 200  # jobs a transaction and a round trip
+_CHUNK = 500  # jobs a transaction and a round trip
 _PAGE = 10_000  # positions read at once
 _POLL_S = 0.2
 _POLL_SHARE = 20  # a look at the counts may take one part in this many of the time
@@ -289,21 +290,31 @@ class BulkRunner:
         self, batch_id: str, source: BulkSource, file: IO[bytes], progress: BatchProgress, bounded: bool
     ) -> None:
         fed = progress.inserted
+        if fed:
+            self._publish_doubtful(batch_id)
         settings = self._client.settings
         rows = source.rows(file, lambda payload: payload.check_limits(settings))
         lines = self._missing(batch_id, rows)
-        while progress.state is BatchState.VALIDATING:
-            while (room := self._in_flight - (fed - progress.done) if bounded else _CHUNK) > 0:
-                chunk = list(islice(lines, min(room, _CHUNK)))
-                if not chunk:
-                    self._begin_progress(batch_id)
-                    return
-                self._insert(batch_id, progress.deadline_at, chunk, source.reuse_days)
-                fed += len(chunk)
-                self._sleep(0.0)  # a moment at which a signal may end it
-                if not bounded and fed % (_CHUNK * 50) < _CHUNK:
-                    break  # someone may have cancelled it
-            progress = self._look(batch_id)
+        # While a chunk is stored and published, the next one is read and made ready; never more than that.
+        with ThreadPoolExecutor(1, "tokenmill-feed") as beside:
+            storing: Future[None] | None = None
+            while progress.state is BatchState.VALIDATING:
+                while (room := self._in_flight - (fed - progress.done) if bounded else _CHUNK) > 0:
+                    chunk = list(islice(lines, min(room, _CHUNK)))
+                    steps = self._steps(batch_id, progress.deadline_at, chunk, source.reuse_days)
+                    if storing is not None:
+                        storing.result()
+                    if not chunk:
+                        self._begin_progress(batch_id)
+                        return
+                    storing = beside.submit(_take, steps)
+                    fed += len(chunk)
+                    self._sleep(0.0)  # a moment at which a signal may end it
+                    if not bounded and fed % (_CHUNK * 50) < _CHUNK:
+                        break  # someone may have cancelled it
+                if storing is not None:
+                    storing.result()
+                progress = self._look(batch_id)
         # Someone else has cancelled it, perhaps before our last jobs went in.
         transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))
 
@@ -327,28 +338,41 @@ class BulkRunner:
                 return
             last = page[-1]
 
-    def _insert(
+    def _publish_doubtful(self, batch_id: str) -> None:
+        """Publish the last chunk again: who fed it may have been killed between storing and publishing it."""
+
+        def doubt(conn: Connection) -> None:
+            jobs.mark_unpublished(conn, batches.last_queued(conn, batch_id, _CHUNK))
+
+        transaction(self._engine, doubt)
+        self.republish(batch_id)
+
+    def _steps(
         self,
         batch_id: str,
         deadline_at: datetime | None,
         chunk: Sequence[BulkLine | LineError],
         reuse_days: float | None,
-    ) -> None:
-        """Insert the lines: bad and late ones have ended, the others are jobs."""
+    ) -> list[Callable[[], object]]:
+        """What is to be done with the lines, all that needs no server done: bad and late ones have ended, the
+        others are jobs."""
         left = None if deadline_at is None else (deadline_at - self._now()).total_seconds()
+        steps: list[Callable[[], object]] = []
         for kind, group in groupby(chunk, type):
             if kind is LineError:
-                self._insert_ended(batch_id, [_bad_line(row) for row in group if isinstance(row, LineError)])
+                bad = [_bad_line(row) for row in group if isinstance(row, LineError)]
+                steps.append(partial(self._insert_ended, batch_id, bad))
                 continue
             good = [row for row in group if isinstance(row, BulkLine)]
             if left is not None and left <= 0:
-                self._insert_ended(batch_id, [_late_line(row) for row in good])
+                steps.append(partial(self._insert_ended, batch_id, [_late_line(row) for row in good]))
                 continue
             submissions = [_submission(batch_id, row, left) for row in good]
             if reuse_days is None:
-                self._client.submit_payloads(submissions)
+                steps.append(partial(self._client.submit_jobs, self._client.new_jobs(submissions)))
             else:
-                self._reuser.submit(submissions, reuse_days)
+                steps.append(partial(self._reuser.submit, submissions, reuse_days))
+        return steps
 
     def _insert_ended(self, batch_id: str, lines: Sequence[EndedLine]) -> None:
         model = self._client.settings.model
@@ -404,6 +428,11 @@ class BulkRunner:
             transaction(self._engine, partial(jobs.mark_published, ids=list(ready)))
             if len(ids) < _CHUNK:
                 return
+
+
+def _take(steps: Sequence[Callable[[], object]]) -> None:
+    for step in steps:
+        step()
 
 
 def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:

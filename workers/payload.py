@@ -19,6 +19,9 @@ import socket
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -49,10 +52,17 @@ MAX_TASK_ID = 155  # the width of job.id
 PRIORITY_STEPS = (0, 3, 6, 9)
 PRIORITY_SEPARATOR = "\x06\x16"
 
+# Made once: json.dumps with options makes an encoder a call.
+_COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
 _NOT_SLUG = re.compile(r"[^a-z0-9._-]+")
 # Which job it is, for whom and when: nothing of the answer depends on them.
 _ROUTING = frozenset({"custom_id", "tenant", "priority", "deadline_s", "stream"})
 _PROMPT_FIELDS = ("prompt", "messages", "token_ids")
+_PUSH_BYTES = (
+    4 * 2**20
+)  # of messages in one command; Redis ends a connection that has too much to say at once
 
 
 class NewerPayloadError(TokenmillError):
@@ -207,8 +217,11 @@ class Forms:
         return cls(_params(fields), _prompt(fields), _digest(fields), fields)
 
 
+_SAMPLING_FIELDS = frozenset(SamplingParams.model_fields)
+
+
 def _params(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name in SamplingParams.model_fields}
+    return {name: value for name, value in fields.items() if name in _SAMPLING_FIELDS}
 
 
 def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +229,7 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(_CANONICAL.encode(fields).encode()).hexdigest()
 
 
 def seed_of(job_id: str) -> int:
@@ -228,6 +240,7 @@ def seed_of(job_id: str) -> int:
 # -------------------------------------------------------------------------------------------------- messages
 
 
+@lru_cache(maxsize=64)
 def queue_for(model: str) -> str:
     """The queue of a model: ``tokenmill.`` and its name.
 
@@ -254,18 +267,50 @@ def build_message(
     It is JSON-safe, holds all that is needed to publish the job again under the same id, and is stored in
     ``job.message``. The prompt is only in the (base64) body, never in ``argsrepr``.
     """
+    _check_id(job_id)
+    body = _body(payload.to_dict() if fields is None else fields)
+    return _message(job_id, body, payload.model, payload.priority, _origin(os.getpid()), str(uuid.uuid4()))
+
+
+def encode_message(job_id: str, payload: GeneratePayload, fields: Mapping[str, Any]) -> str:
+    """``build_message`` as JSON text (ASCII), several times as fast: what is equal in all messages is made once."""
+    _check_id(job_id)
+    frame = _frame(payload.model, payload.priority, _origin(os.getpid()))
+    filling = {"id": json.dumps(job_id)[1:-1], "body": _body(fields), "tag": str(uuid.uuid4())}
+    return "".join([filling.get(part, part) for part in frame])
+
+
+@lru_cache(maxsize=64)
+def _frame(model: str, priority: int, origin: str) -> tuple[str, ...]:
+    """A message's text in pieces; ``id``, ``body`` and ``tag`` stand alone where they belong."""
+    mark = uuid.uuid4().hex  # in no name
+    places = [f"{mark}{place}{mark}" for place in ("id", "body", "tag")]
+    text = json.dumps(
+        _message(places[0], places[1], model, priority, origin, places[2]), separators=(",", ":")
+    )
+    return tuple(text.split(mark))
+
+
+@lru_cache(maxsize=4)  # by process, because a client may live through a fork
+def _origin(pid: int) -> str:
+    return f"{pid}@{socket.gethostname()}"
+
+
+def _check_id(job_id: str) -> None:
     if not 0 < len(job_id) <= MAX_TASK_ID:
         raise RequestError(
             f"must have 1 to {MAX_TASK_ID} characters", field="job_id", value=job_id, fix="Use a UUID"
         )
+
+
+def _body(fields: Mapping[str, Any]) -> str:
     embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
-    body = json.dumps(
-        [[payload.to_dict() if fields is None else fields], {}, embed],
-        separators=(",", ":"),
-        ensure_ascii=False,
-    )
+    return base64.b64encode(_COMPACT.encode([[fields], {}, embed]).encode()).decode("ascii")
+
+
+def _message(job_id: str, body: str, model: str, priority: int, origin: str, tag: str) -> dict[str, Any]:
     return {
-        "body": base64.b64encode(body.encode()).decode("ascii"),
+        "body": body,
         "content-encoding": "utf-8",
         "content-type": "application/json",
         "headers": {
@@ -281,9 +326,9 @@ def build_message(
             "timelimit": [None, None],
             "root_id": job_id,
             "parent_id": None,
-            "argsrepr": describe(payload.model),
+            "argsrepr": describe(model),
             "kwargsrepr": "{}",
-            "origin": f"{os.getpid()}@{socket.gethostname()}",
+            "origin": origin,
             "ignore_result": False,
             "replaced_task_nesting": 0,
             "stamped_headers": None,
@@ -293,10 +338,10 @@ def build_message(
             "correlation_id": job_id,
             "reply_to": "",
             "delivery_mode": 2,
-            "delivery_info": {"exchange": "", "routing_key": queue_for(payload.model)},
-            "priority": payload.priority,
+            "delivery_info": {"exchange": "", "routing_key": queue_for(model)},
+            "priority": priority,
             "body_encoding": "base64",
-            "delivery_tag": str(uuid.uuid4()),
+            "delivery_tag": tag,
         },
     }
 
@@ -326,7 +371,19 @@ class RedisPipeline(Protocol):
 
 def publish(pipeline: RedisPipeline, messages: Iterable[Mapping[str, Any]]) -> None:
     """Publish stored messages in order, in one round trip; ``pipeline`` is ``redis.Redis(…).pipeline()``."""
-    for message in messages:
-        key, data = wire(message)
-        pipeline.lpush(key, data)
+    push(pipeline, map(wire, messages))
+
+
+def push(pipeline: RedisPipeline, deliveries: Iterable[tuple[str, bytes]]) -> None:
+    """Publish what ``wire`` makes, in order; neighbours of one list travel in one command."""
+    for key, group in groupby(deliveries, itemgetter(0)):
+        some: list[bytes] = []
+        size = 0
+        for _, data in group:
+            if some and size + len(data) > _PUSH_BYTES:
+                pipeline.lpush(key, *some)
+                some, size = [], 0
+            some.append(data)
+            size += len(data)
+        pipeline.lpush(key, *some)
     pipeline.execute()

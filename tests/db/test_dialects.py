@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 
 import pytest
-from sqlalchemy import Engine, select, update
-from sqlalchemy.exc import StatementError
+from sqlalchemy import Engine, select, text, update
+from sqlalchemy.exc import IntegrityError, StatementError
 
+from models_db.base import JsonText
 from models_db.dialects import among, insert_rows
+from models_db.errors import DatabaseUnavailableError
 from models_db.jobs import job_result
+from models_db.session import transaction
 from models_db.tables import Job, Result
 from tests.db.helpers import T0, add_jobs, new_job, new_result
 
@@ -33,6 +37,54 @@ def test_rows_come_back_as_they_were(db: Engine) -> None:
         found = conn.execute(select(Job.__table__).order_by(Job.id)).mappings().all()
     for row, stored in zip(rows, found, strict=True):
         assert row.items() <= dict(stored).items()
+
+
+def test_many_rows_come_back_as_they_were_too(db: Engine) -> None:
+    raw = '{"body":"100%\\\\t \\\\\\\\ \\"x\\"","n":[1,null]}'
+    rows = [
+        new_job(f"{n:03}", params=ODD, message=JsonText(raw), tenant="a\tb\n\\N", published_at=T0).row()
+        for n in range(100)
+    ]
+    with db.begin() as conn:
+        insert_rows(conn, Job, rows)
+        found = conn.execute(select(Job.__table__).order_by(Job.id)).mappings().all()
+    assert len(found) == 100
+    for row, stored in zip(rows, found, strict=True):
+        assert row | {"message": json.loads(raw)} == {name: stored[name] for name in row}
+
+
+def test_what_a_database_refuses_is_named_the_same_among_many_rows(db: Engine) -> None:
+    rows = [new_job(f"{n:03}").row() for n in range(50)]
+    with pytest.raises(IntegrityError), db.begin() as conn:
+        insert_rows(conn, Job, [*rows, rows[7]])
+    with pytest.raises((ValueError, StatementError), match="aware"), db.begin() as conn:
+        insert_rows(conn, Job, [row | {"created_at": datetime(2026, 3, 1)} for row in rows])
+    with db.begin() as conn:
+        assert conn.scalars(select(Job.id)).all() == []
+        with pytest.raises(IntegrityError), conn.begin_nested():
+            insert_rows(conn, Job, [*rows, rows[7]])
+        insert_rows(conn, Job, rows)  # the transaction goes on
+    with db.begin() as conn:
+        assert len(conn.scalars(select(Job.id)).all()) == 50
+
+
+def test_a_connection_lost_under_many_rows_is_the_database_away(db: Engine) -> None:
+    ends = {
+        "postgresql": "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = ",
+        "mysql": "KILL ",
+    }
+    own = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT connection_id()"}
+    rows = [new_job(f"{n:03}").row() for n in range(50)]
+    if db.dialect.name in ends:
+        with db.connect() as conn:
+            number = conn.scalar(text(own[db.dialect.name]))
+            with db.connect() as other:
+                other.execute(text(f"{ends[db.dialect.name]}{number}"))
+            with pytest.raises(DatabaseUnavailableError):
+                insert_rows(conn, Job, rows)
+    transaction(db, lambda conn: insert_rows(conn, Job, rows))
+    with db.begin() as conn:
+        assert len(conn.scalars(select(Job.id)).all()) == 50
 
 
 @pytest.mark.parametrize("stop_reason", ["5", 5, "", None])

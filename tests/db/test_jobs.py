@@ -29,6 +29,7 @@ from models_db.jobs import (
     job_statuses,
     mark_callbacks_sent,
     mark_published,
+    mark_unpublished,
     request_cancel,
     retry_failed,
     stored_messages,
@@ -194,6 +195,20 @@ def test_marks_of_publication_and_callbacks(db):
         (at(1), at(2)),
         (None, None),
     ]
+
+
+def test_a_mark_is_taken_back_where_nobody_has_published_since(db):
+    add_jobs(db, "a", "b", "c", published_at=at(1))
+    with db.begin() as conn:
+        mark_published(conn, ["b"], at=at(2))
+        mark_unpublished(conn, ["a", "b", "gone"], at=at(1))
+        assert {name: job.published_at for name, job in job_statuses(conn, ["a", "b", "c"]).items()} == {
+            "a": None,
+            "b": at(2),
+            "c": at(1),
+        }
+        mark_unpublished(conn, ["b", "c"])
+        assert {job.published_at for job in job_statuses(conn, ["a", "b", "c"]).values()} == {None}
 
 
 def test_look_ups_of_more_ids_than_one_statement_takes(db):

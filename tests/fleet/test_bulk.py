@@ -7,27 +7,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
+from sqlalchemy import select
 from typer.testing import CliRunner, Result
 
 from backend.api import ConfigurationError
 from models_db.batches import BatchProgress, request_cancel_batch
-from models_db.session import transaction
-from models_db.tables import BatchState, JobState
+from models_db.session import reading, transaction
+from models_db.tables import BatchState, Job, JobState
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.echo_fleet import echo_fleet
 from workers.broker import Broker, BrokerUnavailableError
-from workers.bulk import BulkRunner, validate_source
+from workers.bulk import BulkRunner, BulkSource, unpublished, validate_source
 from workers.bulk_export import errors_path_for
 from workers.bulk_input import LineOptions
 from workers.cli import app
 from workers.cli.common import ExitCode
 from workers.client import Client
 from workers.demo import Demo
+from workers.payload import BULK_PRIORITY, queue_for, queue_key
 
 IDLE = "nobody-serves-this"
 
@@ -249,11 +252,11 @@ def test_jobs_that_redis_refused_are_published_when_it_is_back(
             super().__init__(url)
             self.refusals = 2
 
-        def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        def push(self, deliveries: Iterable[tuple[str, bytes]]) -> None:
             if self.refusals:
                 self.refusals -= 1
                 raise BrokerUnavailableError("redis://away", ConnectionError("refused"))
-            super().publish(messages)
+            super().push(deliveries)
 
     broker = Flaky(fleet.settings.broker_url)
     moments = iter(range(0, 10_000_000, 6))  # the next repetition is always due
@@ -267,6 +270,68 @@ def test_jobs_that_redis_refused_are_published_when_it_is_back(
             ended = runner.run(runner.create("flaky", made), made, file)
     assert ended.counts[JobState.SUCCEEDED] == 5
     assert "still wait to be published" in caplog.text
+
+
+KILLED = """
+import os, signal, sys
+from workers.broker import Broker
+from workers.bulk import BulkRunner, validate_source
+from workers.bulk_input import LineOptions
+from workers.client import Client
+from workers.settings import load_settings
+
+class Deadly(Broker):
+    pushes = 0
+
+    def push(self, deliveries):
+        self.pushes += 1
+        if self.pushes == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().push(deliveries)
+
+settings = load_settings()
+with Client(settings, broker=Deadly(settings.broker_url)) as client, open(sys.argv[1], "rb") as file:
+    made, _ = validate_source(sys.argv[1], file, LineOptions(defaults={"model": "nobody-serves-this"}))
+    runner = BulkRunner(client)
+    batch_id = runner.create("killed", made)
+    print(batch_id, flush=True)
+    runner.feed(batch_id, made, file, bounded=False)
+"""
+
+
+def test_a_feeder_killed_between_storing_and_publishing_leaves_nothing_that_resume_does_not_publish(
+    fleet: Demo, client: Client, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", rows(2600))
+    environment = os.environ | {
+        "TOKENMILL_BROKER_URL": fleet.settings.broker_url,
+        "TOKENMILL_DATABASE_URL": fleet.settings.database_url,
+        "TOKENMILL_MODELS": IDLE,
+    }
+    command = [sys.executable, "-c", KILLED, str(source)]
+    killed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    batch_id = killed.stdout.strip()
+    with reading(client.engine()) as conn:
+        stored = list(conn.scalars(select(Job.id).where(Job.batch_id == batch_id)))
+        assert unpublished(conn, batch_id, 5000) == []  # all of them claim to be
+    queue = queue_key(queue_for(IDLE), BULK_PRIORITY)
+    with redis.Redis.from_url(fleet.settings.broker_url) as broker:
+
+        def waiting() -> list[str]:
+            found = [json.loads(raw)["headers"]["id"] for raw in broker.lrange(queue, 0, -1)]
+            return [job_id for job_id in found if job_id in mine]
+
+        mine = set(stored)
+        assert (len(stored), len(waiting())) == (1500, 1000)
+        made = BulkSource.from_json(BulkRunner(client).progress(batch_id).source)
+        with made.reopen() as file:
+            BulkRunner(client).feed(batch_id, made, file, bounded=False)
+        with reading(client.engine()) as conn:
+            mine = set(conn.scalars(select(Job.id).where(Job.batch_id == batch_id)))
+            assert unpublished(conn, batch_id, 5000) == []
+        assert len(mine) == 2600
+        assert sorted(waiting()) == sorted(mine)  # each once: what was published already was not again
 
 
 def test_in_flight_must_be_positive(client: Client) -> None:

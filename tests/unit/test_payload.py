@@ -17,7 +17,9 @@ from workers.payload import (
     GeneratePayload,
     NewerPayloadError,
     build_message,
+    encode_message,
     publish,
+    push,
     queue_for,
     queue_key,
     seed_of,
@@ -191,23 +193,49 @@ def test_each_publication_has_its_own_tag_and_nothing_else_changes() -> None:
     assert first == second
 
 
+class Pipeline:
+    def __init__(self) -> None:
+        self.commands: list[tuple[str, tuple[bytes, ...]]] = []
+        self.executed = 0
+
+    def lpush(self, name: str, *values: bytes) -> None:
+        self.commands.append((name, values))
+
+    def execute(self) -> None:
+        self.executed += 1
+
+    @property
+    def pushed(self) -> list[tuple[str, bytes]]:
+        return [(name, value) for name, values in self.commands for value in values]
+
+
 def test_publish_keeps_the_order() -> None:
-    class Pipeline:
-        def __init__(self) -> None:
-            self.pushed: list[tuple[str, bytes]] = []
-            self.executed = 0
-
-        def lpush(self, name: str, *values: bytes) -> None:
-            self.pushed += [(name, value) for value in values]
-
-        def execute(self) -> None:
-            self.executed += 1
-
     pipeline = Pipeline()
     settings = load_settings()
     publish(pipeline, [build_message(str(n), payload(), settings) for n in range(3)])
     assert [json.loads(data)["headers"]["id"] for _, data in pipeline.pushed] == ["0", "1", "2"]
     assert pipeline.executed == 1
+
+
+def test_neighbours_of_one_list_are_pushed_in_one_command_of_bounded_size() -> None:
+    sent = [("a", b"1"), ("a", b"2"), ("b", b"3"), ("a", b"4"), ("a", b"x" * 5_000_000), ("a", b"5")]
+    pipeline = Pipeline()
+    push(pipeline, sent)
+    assert pipeline.pushed == sent
+    assert [(name, len(values)) for name, values in pipeline.commands] == [
+        ("a", 2), ("b", 1), ("a", 1), ("a", 1), ("a", 1)
+    ]  # fmt: skip
+    assert pipeline.executed == 1
+
+
+@pytest.mark.parametrize("name", ["smollm2", "Qwen/Ü{id}\\u0000", 'a "quoted" {body}'])
+@pytest.mark.parametrize("job_id", ["0199f0c2-aaaa-7bbb-8ccc-0123456789ab", 'odd "id" {tag} \\ ü'])
+def test_the_fast_way_to_a_message_makes_the_same_one(name: str, job_id: str) -> None:
+    made = payload(model=name, prompt="Grüße, 世界 \U0001f30d", priority=7, tenant="t")
+    text = encode_message(job_id, made, made.to_dict())
+    fast, slow = json.loads(text), build_message(job_id, made, load_settings())
+    tags = {message["properties"].pop("delivery_tag") for message in (fast, slow)}
+    assert (fast, len(tags), text.isascii()) == (slow, 2, True)
 
 
 @pytest.mark.parametrize("job_id", ["", "x" * 156])

@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Engine
 
 from backend.api import MAX_SEED, ConfigurationError
 from models_db import jobs
+from models_db.base import JsonText
 from models_db.errors import DatabaseError, DatabaseUnavailableError, UnknownJobError
 from models_db.ids import uuid7
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
@@ -30,7 +31,7 @@ from models_db.tables import JobState
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
 from workers.client.streaming import concluded, read_stream
-from workers.payload import Forms, GeneratePayload, build_message, queue_for
+from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
 from workers.settings import Settings, load_settings
 from workers.streams import StreamEvent
 
@@ -164,11 +165,11 @@ class Client:
         submissions = map(self._submission, requests)
         chunk = self.new_jobs(list(islice(submissions, _CHUNK)))
         if len(chunk) < _CHUNK:
-            yield from self._accept(chunk) if chunk else ()
+            yield from self.submit_jobs(chunk) if chunk else ()
             return
         with ThreadPoolExecutor(1, "tokenmill-submit") as beside:
             while chunk:
-                accepting = beside.submit(self._accept, chunk)
+                accepting = beside.submit(self.submit_jobs, chunk)
                 try:
                     chunk = self.new_jobs(list(islice(submissions, _CHUNK)))
                 except Exception:
@@ -193,13 +194,14 @@ class Client:
 
     def submit_payloads(self, submissions: Sequence[Submission]) -> list[JobHandle]:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
-        return self._accept(self.new_jobs(submissions))
+        return self.submit_jobs(self.new_jobs(submissions))
 
-    def _accept(self, new: Sequence[NewJob]) -> list[JobHandle]:
+    def submit_jobs(self, new: Sequence[NewJob]) -> list[JobHandle]:
+        """``submit_payloads`` for what ``new_jobs`` made, each of which may be submitted once."""
         if not self.has_database:
             if any(job.idempotency_key for job in new):
                 raise NoDatabaseError("an idempotency key")
-            self._broker.publish([_message(job) for job in new])
+            self._broker.push(map(_delivery, new))
             return [JobHandle(job.id, client=self) for job in new]
         outcomes = self._write("submit", lambda connection: jobs.insert_jobs(connection, new))
         created = [job for job, outcome in zip(new, outcomes, strict=True) if outcome.created]
@@ -207,20 +209,23 @@ class Client:
         return [JobHandle(outcome.id, outcome.created, published, self) for outcome in outcomes]
 
     def _publish(self, accepted: Sequence[NewJob]) -> bool:
+        """Publish what is stored as published already: whoever is killed in between leaves it to the sweeper."""
         if not accepted:
             return True
         try:
-            self._broker.publish([_message(job) for job in accepted])
+            self._broker.push(map(_delivery, accepted))
         except BrokerUnavailableError as error:
             log.warning("%d accepted job(s) wait in SQL to be published: %s", len(accepted), error)
-            return False
+        else:
+            return True
         ids = [job.id for job in accepted]
+        at = accepted[0].created_at
         try:
-            self._write("submit", lambda connection: jobs.mark_published(connection, ids))
-        except DatabaseError as error:
-            # They are stored and on their way; an error here would make the caller submit them again.
-            log.warning("%d published job(s) are not marked as published: %s", len(accepted), error)
-        return True
+            self._write("submit", lambda connection: jobs.mark_unpublished(connection, ids, at=at))
+        except DatabaseError as failure:
+            # They are stored; an error here would make the caller submit them again. A worker's sweeper finds them.
+            log.warning("%d job(s) are marked as published and are not: %s", len(accepted), failure)
+        return False
 
     def _submission(self, request: Mapping[str, Any]) -> Submission:
         fields = dict(request)
@@ -249,8 +254,9 @@ class Client:
             priority=payload.priority,
             params=forms.params,
             prompt=forms.prompt,
-            message=build_message(job_id, payload, self.settings, forms.fields),
+            message=JsonText(encode_message(job_id, payload, forms.fields)),
             created_at=now,
+            published_at=now if self.has_database else None,
             deadline_at=deadline,
         )
 
@@ -423,9 +429,10 @@ def _status(connection: Connection, job_id: str) -> JobStatus:
     return status
 
 
-def _message(job: NewJob) -> Mapping[str, Any]:
-    assert job.message is not None
-    return job.message
+def _delivery(job: NewJob) -> tuple[str, bytes]:
+    """A new job's first delivery: its stored message as it is, whose tag nothing else has yet."""
+    assert isinstance(job.message, JsonText)
+    return queue_key(job.queue, job.priority), job.message.encode()
 
 
 def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
