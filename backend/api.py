@@ -348,13 +348,40 @@ class GenerationHandle:
 
     def __init__(self, request: GenerationRequest, on_cancel: Callable[[], None]) -> None:
         self.request = request
-        self.started = False  # set by the backend when it leaves its queue
         self.future: Future[GenerationResult] = Future()
+        self._starting = threading.Lock()
+        self._started = False
+        self._on_start: list[Callable[[], None]] = []
         self._on_cancel = on_cancel
         self.future.add_done_callback(self._after_future)
         self._chunks: queue.SimpleQueue[Any] | None = queue.SimpleQueue() if request.stream else None
         self._forwarding = threading.Lock()
         self._receiver: Callable[[TokenChunk], None] | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it has left the backend's queue; set by the backend."""
+        return self._started
+
+    @started.setter
+    def started(self, started: bool) -> None:
+        with self._starting:
+            self._started = started
+            calls, self._on_start = self._on_start, []
+        for call in calls:
+            call()
+
+    def when_started(self, call: Callable[[], None]) -> None:
+        """Call this once when it leaves the backend's queue; at once if it has left.
+
+        That is on the backend's thread, so ``call`` must neither block nor raise. A request that ends in the queue
+        never starts.
+        """
+        with self._starting:
+            if not self._started:
+                self._on_start.append(call)
+                return
+        call()
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the result; raises the request's error, or ``TimeoutError`` after ``timeout`` seconds."""

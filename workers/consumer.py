@@ -7,10 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from celery import signals
 from celery.exceptions import NotRegistered
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
 from kombu.utils.json import dumps
+
+from workers.payload import TASK_NAME
+from workers.tracing import build_tracer
 
 logger = get_logger(__name__)
 
@@ -44,6 +48,12 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
 
         return on_task_received
 
+    def update_strategies(self) -> None:
+        """As Celery's, with our own tracer for generation jobs."""
+        super().update_strategies()
+        task = self.app.tasks[TASK_NAME]
+        task.__trace__ = build_tracer(task, self.hostname)
+
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Its body is not what its content type says."""
         self._put_aside(message, f"its body cannot be decoded ({type(exc).__name__})")
@@ -51,10 +61,12 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Its body is no task."""
         self._put_aside(message, f"it is no valid task ({type(exc).__name__})")
+        signals.task_rejected.send(sender=self, message=message, exc=exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
         """It names no task."""
         self._put_aside(message, "it names no task")
+        signals.task_rejected.send(sender=self, message=message, exc=None)
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         """No task of this name is known here: Celery's result says so, too."""
@@ -66,6 +78,9 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
             except Exception as error:
                 logger.warning("The failure of task %s is not stored: %r", job_id, error)
         self._put_aside(message, f"no task {name!r} is known here")
+        if self.event_dispatcher:
+            self.event_dispatcher.send("task-failed", uuid=job_id, exception=f"NotRegistered({name!r})")
+        signals.task_unknown.send(sender=self, message=message, exc=exc, name=name, id=job_id)
 
     def _put_aside(self, message: Any, reason: str) -> None:
         headers = message.headers if isinstance(message.headers, dict) else {}

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from celery import states
+from celery.exceptions import TimeLimitExceeded
+
 from models_db.tables import JobState
 from workers.actor import Action
 from workers.intake import Delivery
@@ -23,6 +26,9 @@ class Tracer(Protocol):
 
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
         """Run the tracer; ``then`` follows the callback, on the main thread."""
+
+    def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None:
+        """The delivery ends without the tracer; ``state`` is what Celery's signals shall call it."""
 
 
 class Endings:
@@ -57,15 +63,18 @@ class Endings:
 
     def hand_back(self, delivery: Delivery, *, front: bool = True) -> None:
         """Back into its queue, without the tracer."""
+        self._tracer.ended(delivery, states.REJECTED)
         self._last(partial(delivery.request.hand_back, front=front))
 
     def drop(self, delivery: Delivery) -> None:
         """Acknowledge without the tracer: another delivery has brought, or brings, the outcome to Celery."""
+        self._tracer.ended(delivery, states.IGNORED)
         self._last(delivery.request.drop)
 
     def acknowledge_ending(self, delivery: Delivery) -> None:
         """Acknowledge what Celery has revoked or expired; its terminal row is committed."""
-        self._last(partial(delivery.request.end, delivery.accept))
+        self._tracer.ended(delivery, states.REVOKED)
+        self._last(delivery.request.end)
 
     def time_out(self, delivery: Delivery) -> None:
         """Celery's own path for a hard time limit: stores the failure, calls errbacks, acknowledges."""
@@ -75,6 +84,7 @@ class Endings:
             if delivery.timeout is not None:
                 delivery.timeout(False, delivery.hard_s)
 
+        self._tracer.ended(delivery, states.FAILURE, TimeLimitExceeded(delivery.hard_s))
         self._last(act)
 
     def trace(

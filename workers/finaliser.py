@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import redis
 from billiard.einfo import ExceptionInfo
-from celery import states
-from celery.app.task import Context
 from celery.exceptions import BackendError
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
@@ -23,6 +21,7 @@ from kombu.exceptions import OperationalError
 from models_db.errors import WriterStoppedError
 from workers.intake import Call, Delivery
 from workers.tasks import GenerateTask, Outcome
+from workers.tracing import Beginning, is_watched
 
 logger = get_logger(__name__)
 
@@ -110,15 +109,26 @@ class Finaliser:
         self._mark_told = mark_told
         self._threads = threads
         self._post = post
-        self._starts: dict[int, Future[None]] = {}
         self._waiting: deque[_Ended] = deque()
         self._lock = threading.Lock()
         self._busy = 0  # rounds that have been asked for and not begun, or that go on
 
     def started(self, delivery: Delivery) -> None:
-        """Store Celery's STARTED, if asked for, when the job enters the backend rather than when it has ended."""
-        if self._task.track_started and delivery.call is not None and not delivery.request.ignore_result:
-            self._starts[delivery.number] = self._threads.submit(partial(self._store_started, delivery))
+        """Announce the job's beginning when the backend begins it, rather than when it has ended."""
+        if delivery.call is None or not is_watched(self._task):
+            return
+        request = delivery.request
+        first = request if delivery.run is None else delivery.run.deliveries[0].request
+        if first.beginning is None:
+            first.beginning = Beginning(self._task, first)
+            self._threads.submit(first.beginning.begin)
+        request.beginning = first.beginning
+
+    def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None:
+        """Announce the end of a job that the tracer is not called for, here or in this delivery."""
+        beginning = delivery.request.beginning
+        if beginning is not None and beginning.claim_end():
+            self._threads.submit(partial(beginning.end, state, error))
 
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
         """Run the tracer with this outcome; ``callback`` and ``then`` follow on the main thread."""
@@ -143,18 +153,6 @@ class Finaliser:
             if again:
                 self._threads.submit(self._round)
 
-    def _store_started(self, delivery: Delivery) -> None:
-        request = delivery.request
-        try:
-            self._task.backend.store_result(
-                request.id,
-                {"pid": request.worker_pid, "hostname": request.hostname},
-                states.STARTED,
-                request=Context(request.request_dict),
-            )
-        except Exception as exc:
-            logger.warning("STARTED of job %s is not stored: %r", request.id, exc)
-
     def _trace(self, ended: Sequence[_Ended]) -> None:
         finishes: list[tuple[Action, BaseException | None]] = []
         try:
@@ -173,12 +171,14 @@ class Finaliser:
         return nullcontext() if gathered is None or len(wanted) < 2 else gathered(wanted)
 
     def _call(self, one: _Ended) -> tuple[Action, BaseException | None]:
-        if start := self._starts.pop(one.delivery.number, None):
-            start.result()  # STARTED must not overwrite what comes now
-        with self._task.outcome(one.outcome):
-            finish, error = run_call(
-                one.call, one.delivery.callback, one.delivery.error_callback, one.runtime_s
-            )
+        delivery = one.delivery
+        beginning = delivery.request.beginning
+        if beginning is None or not beginning.claim_end():
+            beginning = Beginning(self._task, delivery.request)
+        call = Call(beginning.run, (partial(one.call.target, *one.call.args, **one.call.kwargs),), {})
+        runtime_s = _stored_runtime_s(one.outcome) if one.runtime_s is None else one.runtime_s
+        with self._task.outcome(one.outcome, runtime_s):
+            finish, error = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
         return self._untold(one, error) if isinstance(error, BACKEND_AWAY) else (finish, error)
 
     def _untold(self, one: _Ended, error: BaseException) -> tuple[Action, BaseException]:
@@ -199,6 +199,14 @@ class Finaliser:
             self._post(complete)
         else:
             marked.add_done_callback(lambda _: self._post(complete))
+
+
+def _stored_runtime_s(outcome: Outcome) -> float | None:
+    """How long a job ran that may have run elsewhere."""
+    result = outcome.result
+    if result is None or result.latency_s is None:
+        return None
+    return max(0.0, result.latency_s - (result.queue_time_s or 0.0))
 
 
 def _complete(one: _Ended, finish: Action) -> None:

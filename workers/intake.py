@@ -82,7 +82,7 @@ class Run:
     asked: StoredRequest | None = None  # of a suspect, which has no delivery
     on_ended: Callable[[], None] | None = None  # of a suspect
     handle: GenerationHandle | None = None
-    started_at: float = 0.0
+    started_at: float | None = None  # when it got a slot of the backend
     runtime_s: float | None = None
     soft_limited: bool = False
     hard_limit_hit: bool = False

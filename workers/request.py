@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from celery.exceptions import Ignore
 from celery.utils.log import get_logger
 from celery.worker import state
 from celery.worker.request import Request
@@ -19,6 +18,7 @@ from workers.stored import names_links
 
 if TYPE_CHECKING:
     from workers.intake import Delivery
+    from workers.tracing import Beginning
 
 logger = get_logger(__name__)
 
@@ -35,6 +35,7 @@ class GenerateRequest(Request):  # type: ignore[misc]
     settled = False
     abandoned = False
     delivery: Delivery | None = None
+    beginning: Beginning | None = None  # once the backend has begun its job
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,6 +43,9 @@ class GenerateRequest(Request):  # type: ignore[misc]
         model = payload.get("model") if isinstance(payload, Mapping) else None
         self._argsrepr = self._request_dict["argsrepr"] = describe(model)
         self._kwargsrepr = self._request_dict["kwargsrepr"] = "{}"
+        # Celery keeps the task's own limits as they were when the worker started, whatever ``control time_limit`` says.
+        hard_s, soft_s = self._request_dict.get("timelimit") or (None, None)
+        self.time_limits = (hard_s or self.task.time_limit, soft_s or self.task.soft_time_limit)
 
     def info(self, safe: bool = False) -> dict[str, Any]:
         """For ``inspect active``: never with arguments."""
@@ -49,10 +53,16 @@ class GenerateRequest(Request):  # type: ignore[misc]
         return shown
 
     @property
+    def embedded(self) -> Mapping[str, Any]:
+        """Links, chain and chord, as the message has them."""
+        parts = self._payload
+        embed = parts[2] if isinstance(parts, list | tuple) and len(parts) > 2 else None
+        return embed if isinstance(embed, Mapping) else {}
+
+    @property
     def has_callbacks(self) -> bool:
         """Whether links, chains or chords follow, which must not run twice."""
-        parts = self._payload
-        return isinstance(parts, list | tuple) and len(parts) > 2 and names_links(parts[2])
+        return names_links(self.embedded)
 
     @property
     def past_expiry(self) -> bool:
@@ -99,12 +109,21 @@ class GenerateRequest(Request):  # type: ignore[misc]
         """The job's end is committed: from now on the message may be acknowledged."""
         self.settled = True
 
-    def end(self, accept: Callable[[int, float], None] | None) -> None:
+    def end(self) -> None:
         """Acknowledge a revoked or expired request, whose terminal row is committed."""
         self.settled = True
-        if self._terminate_on_ack is not None and self.time_start is None and accept is not None:
-            accept(os.getpid(), monotonic())  # Celery announces such a termination only now
+        if self._terminate_on_ack is not None and self.time_start is None and not self._already_revoked:
+            # Celery announces a termination only of what has started, and this never will.
+            _, signum = self._terminate_on_ack
+            self._announce_revoked("terminated", True, signum, False)
         self.drop()
+
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> None:
+        """As Celery's. A job that was cancelled by other means than Celery's is revoked to those who watch events."""
+        super().on_failure(exc_info, send_failed_event, return_ok)
+        error = exc_info.exception
+        if isinstance(getattr(error, "exc", error), Ignore):
+            self.send_event("task-revoked", terminated=True, signum=None, expired=False)
 
     def drop(self) -> None:
         """Acknowledge without the tracer: the outcome has been delivered, or is by another delivery."""

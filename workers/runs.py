@@ -66,7 +66,7 @@ class Runs:
     """Owned by the delivery table's thread, as is everything in here.
 
     Args:
-        accept: tells Celery that a delivery's job has entered the backend.
+        accept: tells Celery that the backend has begun a delivery's job.
         claim_again: takes the deliveries of a run that lost the fence.
         on_death: told when the backend has died.
         announce: has messages of these jobs published, so that a delivery tells Celery how they ended.
@@ -170,7 +170,8 @@ class Runs:
         """Another delivery of a job that runs here shares the run."""
         run.deliveries.append(delivery)
         delivery.run = run
-        self._accept(delivery)
+        if run.started_at is not None:
+            self._accept(delivery)
         if delivery.ending is not None:
             self.end_early(run, delivery.ending)
 
@@ -213,12 +214,17 @@ class Runs:
         run.handle = handle
         if request.stream and self._streams is not None:
             self._streams.begin(run.job_id, run.attempt, handle)
-        run.started_at = self._clock()
-        for delivery in run.deliveries:
-            self._accept(delivery)
+        # For Celery a job begins with its slot, not while it waits for one.
+        handle.when_started(lambda: self._actor.send(partial(self._on_started, run, self._clock())))
         if run.hard_s is not None:
             self._actor.after(run.hard_s, partial(self._on_hard_limit, run))
         self._actor.when(handle.future, partial(self._on_done, run, handle))
+
+    def _on_started(self, run: Run, at: float) -> None:
+        run.started_at = at
+        if not run.releasing:
+            for delivery in run.deliveries:
+                self._accept(delivery)
 
     def watch_revokes(self, period_s: float) -> None:
         """Celery looks at a revoke when a job starts; for us that is when it leaves the backend's queue."""
@@ -259,7 +265,7 @@ class Runs:
     def _on_done(self, run: Run, handle: GenerationHandle, future: Future[GenerationResult]) -> None:
         if run.finishing or run.releasing:
             return
-        run.runtime_s = self._clock() - run.started_at
+        run.runtime_s = None if run.started_at is None else self._clock() - run.started_at
         error = future.exception()
         if isinstance(error, EngineDeadError):
             self._on_death(error)

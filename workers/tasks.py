@@ -20,6 +20,7 @@ from backend.api import ConfigurationError, TokenmillError
 from models_db.records import StoredResult
 from models_db.tables import JobState
 from workers.payload import TASK_NAME
+from workers.tracing import TracerClock
 
 if TYPE_CHECKING:
     from workers.delivery import DeliveryTable
@@ -100,15 +101,18 @@ class GenerateTask(Task):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.deliveries: DeliveryTable | None = None  # set by the pool that runs in this process
+        self.clock = TracerClock()
         self._current = threading.local()
 
     @contextmanager
-    def outcome(self, outcome: Outcome) -> Iterator[None]:
-        """Within this block, in this thread, the task's body hands over ``outcome``."""
+    def outcome(self, outcome: Outcome, runtime_s: float | None = None) -> Iterator[None]:
+        """Within this block, in this thread, the task's body hands over ``outcome`` of a job that ran so long."""
         self._current.outcome = outcome
+        self.clock.ran(runtime_s)
         try:
             yield
         finally:
+            self.clock.ran(None)
             del self._current.outcome
 
     def run(self, *args: Any, **kwargs: Any) -> ReturnValue:

@@ -48,7 +48,7 @@ class Clock:
 
 
 class FakeBackend:
-    """Takes requests and ends them when told to."""
+    """Takes requests and ends them when told to; begins them at once unless ``starts`` is false."""
 
     name = "fake"
 
@@ -58,6 +58,7 @@ class FakeBackend:
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.refuse: BaseException | None = None
+        self.starts = True
 
     def start(self) -> None: ...
 
@@ -78,6 +79,7 @@ class FakeBackend:
         handle = GenerationHandle(request, lambda: self._cancel(job_id, handle))
         self.submitted.append(job_id)
         self.handles[job_id] = handle
+        handle.started = self.starts
         return handle
 
     def _cancel(self, job_id: str, handle: GenerationHandle) -> None:
@@ -185,7 +187,7 @@ class FakeRequest:
     def drop(self) -> None:
         self._end("acknowledged")
 
-    def end(self, accept: Any) -> None:
+    def end(self) -> None:
         self._end("acknowledged")
 
     def hand_back(self, *, front: bool = True) -> None:
@@ -218,6 +220,8 @@ class InlineTracer:
         self.traced: list[str] = []
 
     def started(self, delivery: Delivery) -> None: ...
+
+    def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None: ...
 
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
         self.traced.append(outcome.job_id)

@@ -508,12 +508,15 @@ def test_whatever_happens_each_job_ends_once(world: World, engine: Engine, seed:
 
 def test_a_plain_revoke_ends_what_waits_in_the_backend_and_nothing_that_runs(world: World) -> None:
     worker = world.worker()
+    worker.backend.starts = False
     waiting, running = worker.deliver("waiting"), worker.deliver("running")
     world.run()
+    assert waiting.log == running.log == [], "what waits for a slot has not begun for Celery"
     worker.backend.handles["running"].started = True
     waiting.is_revoked = running.is_revoked = True
     worker.table.watch_revokes()
     world.run()
+    assert running.log == ["accepted"]
     assert world.state("waiting") is JobState.CANCELLED
     assert world.state("running") is JobState.RUNNING
     assert waiting.log[-1] == "acknowledged"

@@ -236,7 +236,7 @@ def told_by_finaliser(count: int, *, backend: object = None, bad: int | None = N
     told: list[Any] = []
     posted: list[Callable[[], None]] = []
     threads = Later()
-    task = SimpleNamespace(backend=backend, outcome=lambda outcome: nullcontext(), track_started=False)
+    task = SimpleNamespace(backend=backend, outcome=lambda *_: nullcontext(), track_started=False)
     finaliser = Finaliser(task, threads, posted.append)  # type: ignore[arg-type]
 
     def trace(number: int) -> tuple[int, str, float]:
@@ -248,6 +248,7 @@ def told_by_finaliser(count: int, *, backend: object = None, bad: int | None = N
         request = SimpleNamespace(
             ignore_result=False,
             has_callbacks=False,
+            beginning=None,
             settle=partial(told.append, ("settled", number)),
             hand_back=lambda number=number, **_: told.append(("handed back", number)),
         )
@@ -260,7 +261,7 @@ def told_by_finaliser(count: int, *, backend: object = None, bad: int | None = N
             callback=lambda _, number=number: told.append(("done", number)),
             error_callback=lambda _, number=number: told.append(("error", number)),
         )
-        finaliser.trace(delivery, None, None, partial(told.append, ("then", number)))  # type: ignore[arg-type]
+        finaliser.trace(delivery, None, 0.1, partial(told.append, ("then", number)))  # type: ignore[arg-type]
     rounds = 0
     while threads.work:
         threads.work.pop(0)()
