@@ -11,9 +11,11 @@ Needs django beside the base package. Run:
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from django.conf import settings
 from django.core.management import execute_from_command_line
@@ -24,7 +26,7 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_POST
 
 from backend.api import RequestError
-from models_db.errors import UnknownJobError
+from models_db.errors import DatabaseError, UnknownJobError
 from workers.client import Client, JobFailedError, JobNotFinishedError
 
 settings.configure(
@@ -32,6 +34,7 @@ settings.configure(
     ROOT_URLCONF=__name__,
     SECRET_KEY=os.environ.get("DJANGO_SECRET_KEY", "only for this example"),
 )
+log = logging.getLogger(__name__)
 client = Client()  # safe to share between threads; connects when first used
 
 
@@ -48,6 +51,9 @@ def ask(request: HttpRequest) -> HttpResponse:
         return JsonResponse({"message": 'send {"text": "…"}'}, status=422)
     except RequestError as error:
         return JsonResponse(error.to_dict(), status=422)
+    except DatabaseError as error:  # nothing was accepted; the error's text names hosts, so it is for the log
+        log.warning("%s", error)
+        return JsonResponse({"message": "the service cannot be reached now. Ask again"}, status=503)
     return JsonResponse({"id": job.id}, status=202)
 
 
@@ -68,13 +74,18 @@ def answer(request: HttpRequest, job_id: str) -> HttpResponse:
 @require_GET
 def events(request: HttpRequest, job_id: str) -> HttpResponse:
     """The answer as it comes, as server-sent events."""
+    try:
+        client.status(job_id)
+    except UnknownJobError as error:
+        return JsonResponse({"error": str(error)}, status=404)
 
     def body() -> Iterator[str]:
         for event in client.stream(job_id, last_id=request.headers.get("last-event-id")):
-            data = event.text if event.end is None else event.end.state
+            data = event.text if event.end is None else asdict(event.end)
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
 
-    return StreamingHttpResponse(body(), content_type="text/event-stream")
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or a proxy may hold the tokens back
+    return StreamingHttpResponse(body(), content_type="text/event-stream", headers=headers)
 
 
 urlpatterns = [

@@ -9,13 +9,16 @@ or without a browser:
     curl -s localhost:8000/questions -H 'content-type: application/json' -d '{"text": "Why is the sky blue?"}'
     curl -s localhost:8000/questions/ID
     curl -sN localhost:8000/questions/ID/events
+    curl -s -X POST localhost:8000/questions/ID/cancel
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,12 @@ from pydantic import BaseModel
 
 from backend.api import RequestError
 from models_db.errors import DatabaseError, UnknownJobError
+from workers.broker import BrokerUnavailableError
 from workers.client import AsyncClient, JobFailedError, JobNotFinishedError
+
+log = logging.getLogger(__name__)
+NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or a proxy may hold the tokens back
+UNAVAILABLE = "The service cannot be reached now"  # the error's own text names hosts: it is for the log
 
 
 class Question(BaseModel):
@@ -61,7 +69,8 @@ async def ask(question: Question, request: Request) -> dict[str, str]:
     except RequestError as error:  # the caller's mistake: names the field, the value and the fix
         raise HTTPException(422, error.to_dict()) from error
     except DatabaseError as error:  # nothing was accepted
-        raise HTTPException(503, str(error)) from error
+        log.warning("%s", error)
+        raise HTTPException(503, f"{UNAVAILABLE}. Nothing was accepted; ask again.") from error
     return {"id": job.id}
 
 
@@ -80,21 +89,37 @@ async def answer(job_id: str, request: Request) -> dict[str, Any]:
     return {"state": "succeeded", "text": result.text, "tokens": result.completion_tokens}
 
 
+@app.post("/questions/{job_id}/cancel")
+async def cancel(job_id: str, request: Request) -> dict[str, str]:
+    """Stop it; an answer that is coming ends within a second or so."""
+    client: AsyncClient = request.app.state.tokenmill
+    try:
+        return {"state": await client.cancel(job_id)}
+    except UnknownJobError as error:
+        raise HTTPException(404, str(error)) from error
+
+
 @app.get("/questions/{job_id}/events")
-async def events(job_id: str, request: Request) -> StreamingResponse:
+async def events(job_id: str, request: Request, last_id: str = "") -> StreamingResponse:
     """The answer as it comes, as server-sent events; a browser that lost its connection goes on where it was."""
     client: AsyncClient = request.app.state.tokenmill
     try:
         await client.status(job_id)
     except UnknownJobError as error:
         raise HTTPException(404, str(error)) from error
+    last = request.headers.get("last-event-id") or last_id or None
 
     async def body() -> AsyncIterator[str]:
-        async for event in client.stream(job_id, last_id=request.headers.get("last-event-id")):
-            data = event.text if event.end is None else event.end.state
-            yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+        try:
+            async for event in client.stream(job_id, last_id=last):
+                data = event.text if event.end is None else asdict(event.end)
+                yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+        except (BrokerUnavailableError, DatabaseError) as error:
+            # The connection ends here, and the browser asks again, behind the last event.
+            log.warning("%s", error)
+            yield f"retry: 2000\nevent: problem\ndata: {json.dumps(f'{UNAVAILABLE}. Trying again.')}\n\n"
 
-    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(body(), media_type="text/event-stream", headers=NO_BUFFER)
 
 
 @app.get("/")

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -22,8 +24,8 @@ EXAMPLES = PROMPTS.parent
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What a shell would have: the fleet's URLs, and the command on PATH."""
-    with echo_fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+    """What a shell would have: the URLs of a fleet that says thirty words a second, and the command on PATH."""
+    with echo_fleet(tmp_path_factory.mktemp("fleet"), ENGINE_ECHO_TOKENS_PER_S="30") as fleet:
         yield os.environ | {
             "TOKENMILL_BROKER_URL": fleet.settings.broker_url,
             "TOKENMILL_DATABASE_URL": fleet.settings.database_url,
@@ -97,24 +99,61 @@ def web(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: P
         process.wait(20)
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A server-sent event."""
+
+    id: str
+    kind: str
+    data: Any
+
+
+def events(address: str, last_id: str = "") -> Iterator[Event]:
+    """The answer's events as they come."""
+    headers = {"last-event-id": last_id} if last_id else {}
+    with httpx2.stream("GET", f"{address}/events", headers=headers, timeout=30) as stream:
+        assert stream.status_code == 200
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        fields: dict[str, str] = {}
+        for line in stream.iter_lines():
+            name, _, value = line.partition(": ")
+            if name:
+                fields[name] = value
+                continue
+            yield Event(fields["id"], fields["event"], json.loads(fields["data"]))
+            fields = {}
+
+
 def test_each_web_example_accepts_streams_and_answers(web: str) -> None:
     accepted = httpx2.post(f"{web}/questions", json={"text": "one two three"})
     assert accepted.status_code == 202
     address = f"{web}/questions/{accepted.json()['id']}"
-    seen = []
-    with httpx2.stream("GET", f"{address}/events", timeout=30) as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        for line in stream.iter_lines():
-            name, _, value = line.partition(": ")
-            if name == "event":
-                seen.append([value, ""])
-            elif name == "data":
-                seen[-1][1] = json.loads(value)
-            if seen and seen[-1][0] == "end" and seen[-1][1]:
-                break
-    assert seen[-1] == ["end", "succeeded"]
-    text = "".join(value for kind, value in seen if kind == "text")
+    *pieces, end = events(address)
+    assert (end.kind, end.data["state"]) == ("end", "succeeded")
+    assert end.data["completion_tokens"] > 0
+    text = "".join(event.data for event in pieces if event.kind == "text")
     assert httpx2.get(address).json()["text"] == text != ""
     refused = httpx2.post(f"{web}/questions", json={"text": "nul \x00"})
     assert refused.status_code == 422
     assert "NUL" in refused.text
+    for body in ({}, {"text": 5}, [1]):
+        assert httpx2.post(f"{web}/questions", json=body).status_code == 422
+    assert httpx2.get(f"{web}/questions/none/events").status_code == 404
+
+
+def test_each_web_example_sends_text_before_the_answer_is_whole_and_resumes(web: str) -> None:
+    words = " ".join(f"word{number}" for number in range(50))
+    accepted = httpx2.post(f"{web}/questions", json={"text": words})
+    address = f"{web}/questions/{accepted.json()['id']}"
+    got = ""
+    for event in events(address):
+        assert event.kind == "text"
+        got += event.data
+        if "word2" in got:
+            break  # the connection is lost here
+    assert httpx2.get(address).json()["state"] == "running", "text came while the answer was being made"
+    *pieces, end = events(address, last_id=event.id)
+    rest = "".join(each.data for each in pieces)
+    assert len(pieces) > 1
+    assert end.data["state"] == "succeeded"
+    assert got + rest == httpx2.get(address).json()["text"], "nothing is missing and nothing came twice"
