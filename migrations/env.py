@@ -11,6 +11,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection
 
 from models_db.base import Base
+from models_db.callbacks import Callback
 from models_db.door_tables import ApiKey
 from models_db.migrate import URL_ATTRIBUTE
 from models_db.reuse import KnownAnswer
@@ -25,7 +26,7 @@ LOCK_WAIT_S = 120
 # Importing the tables is what fills the metadata.
 target_metadata = Job.metadata
 if not all(
-    table.metadata is Base.metadata for table in (Job, JobClass, ApiKey, KnownAnswer)
+    table.metadata is Base.metadata for table in (Job, JobClass, ApiKey, KnownAnswer, Callback)
 ):  # pragma: no cover - another would escape the check
     raise CommandError("the tables do not all use models_db.base.Base")
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from sqlalchemy import Connection, select
 
 from models_db.base import utcnow
+from models_db.callbacks import insert_job_callbacks
 from models_db.deaths import DIED, SUSPECT_DEATHS, lose
 from models_db.dialects import chunked, insert_or_ignore, insert_rows
 from models_db.errors import DatabaseError, InvalidValueError
@@ -76,7 +77,10 @@ class ClaimOutcome:
 
 @dataclass(frozen=True, slots=True)
 class FinishItem:
-    """The end of one attempt. ``state`` is terminal; a result may come with any of them (a partial text)."""
+    """The end of one attempt. ``state`` is terminal; a result may come with any of them (a partial text).
+
+    ``callback`` is false where it is known that nobody wants to be told of the end, which spares looking for that.
+    """
 
     job_id: str
     attempt: int
@@ -84,6 +88,7 @@ class FinishItem:
     result: StoredResult | None = None
     error_type: str | None = None
     error_message: str | None = None
+    callback: bool = True
 
     def __post_init__(self) -> None:
         if not self.state.terminal:
@@ -188,14 +193,13 @@ def finish(
     """
     now = now or utcnow()
     counts, committed = _fence(conn, items, worker_id, now if replay else None)
-    groups: dict[tuple[JobState, str | None, str | None], list[str]] = {}
+    groups: dict[tuple[JobState, str | None, str | None, bool], list[str]] = {}
     for item in committed:
         message = None if item.error_message is None else clean_text(item.error_message)
-        groups.setdefault((item.state, clip(item.error_type, ERROR_TYPE_LENGTH), message), []).append(
-            item.job_id
-        )
-    for (state, error_type, message), ids in groups.items():
-        end_jobs(conn, ids, state, now, error_type, message)
+        key = (item.state, clip(item.error_type, ERROR_TYPE_LENGTH), message, item.callback)
+        groups.setdefault(key, []).append(item.job_id)
+    for (state, error_type, message, callback), ids in groups.items():
+        end_jobs(conn, ids, state, now, error_type, message, announce=callback)
         close_attempts(conn, ids, AttemptOutcome(state), now, message)
     insert_rows(
         conn, Result, [item.result.row(item.job_id, now) for item in committed if item.result is not None]
@@ -243,6 +247,7 @@ def _lock_or_insert(conn: Connection, jobs: Mapping[str, NewJob], now: datetime)
             f"id: job {absent[0]} cannot be inserted, because another job has its idempotency key or custom id. "
             "Send it without them"
         )
+    insert_job_callbacks(conn, ((job.id, job.callback) for job in missing))
     return locked
 
 

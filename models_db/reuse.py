@@ -13,6 +13,7 @@ from sqlalchemy import Connection, ForeignKey, Index, String, delete, insert, se
 from sqlalchemy.orm import Mapped, mapped_column
 
 from models_db.base import MARIADB_TABLE, Base, UTCDateTime, utcnow
+from models_db.callbacks import announce_jobs, insert_job_callbacks
 from models_db.dialects import chunked, insert_rows
 from models_db.jobs import job_results
 from models_db.records import NewJob
@@ -86,4 +87,7 @@ def insert_reused(conn: Connection, jobs: Sequence[ReusedJob], at: datetime | No
         for reused in ready
     ]
     insert_rows(conn, Result, copies)
+    announce_jobs(
+        conn, insert_job_callbacks(conn, ((reused.job.id, reused.job.callback) for reused in ready), now)
+    )
     return {reused.job.id for reused in ready}

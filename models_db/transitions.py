@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Update, bindparam, insert, or_, select, update
 
+from models_db.callbacks import announce_jobs
 from models_db.dialects import among, chunked
 from models_db.errors import DatabaseError
 from models_db.jobs import LockedJob
@@ -84,11 +85,19 @@ def end_jobs(
     now: datetime,
     error_type: str | None = None,
     error_message: str | None = None,
+    *,
+    announce: bool = True,
     **values: Any,
 ) -> None:
-    """A terminal state; the attempts are closed by ``close_attempts``."""
+    """A terminal state; the attempts are closed by ``close_attempts``.
+
+    Args:
+        announce: makes the jobs' callbacks due; false where it is known that they have none.
+    """
     statement = _END.values(**values) if values else _END
     _change(conn, statement, ids, end=state, at=now, kind=error_type, why=error_message)
+    if announce:
+        announce_jobs(conn, ids)
 
 
 def close_attempts(
