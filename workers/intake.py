@@ -11,6 +11,7 @@ from backend.api import GenerationHandle, GenerationResult, RequestError, Tokenm
 from models_db.errors import InvalidValueError
 from models_db.records import NewJob, StoredResult
 from models_db.tables import JobState
+from workers.callbacks.wanted import wanted_callback
 from workers.payload import GeneratePayload, queue_for
 from workers.request import GenerateRequest
 from workers.settings import Settings
@@ -155,6 +156,7 @@ def _job(
         created_at=now,
         published_at=now,
         deadline_at=None if deadline_s is None else now + timedelta(seconds=deadline_s),
+        callback=wanted_callback(payload, settings),
     )
 
 

@@ -39,6 +39,7 @@ from backend.api import (
     check_text,
     request_error_from,
 )
+from workers.callbacks.urls import MAX_URL, CallbackRules, check_callback_url
 from workers.settings import Settings
 
 TASK_NAME = "tokenmill.generate"
@@ -58,7 +59,17 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 _NOT_SLUG = re.compile(r"[^a-z0-9._-]+")
 # Which job it is, for whom and when: nothing of the answer depends on them.
-_ROUTING = frozenset({"custom_id", "tenant", "priority", "deadline_s", "stream"})
+_ROUTING = frozenset(
+    {
+        "custom_id",
+        "tenant",
+        "priority",
+        "deadline_s",
+        "stream",
+        "callback_url",
+        "callback_include_output",
+    }
+)
 _PROMPT_FIELDS = ("prompt", "messages", "token_ids")
 _PUSH_BYTES = (
     4 * 2**20
@@ -94,6 +105,10 @@ class GeneratePayload(SamplingParams):
     stream: bool = Field(
         False, description="write the text to a Redis Stream as it comes, see ``Client.stream``"
     )
+    callback_url: str | None = Field(
+        None, min_length=1, max_length=MAX_URL, description="told when the job has ended, see callbacks.md"
+    )
+    callback_include_output: bool = Field(False, description="the callback brings the text along")
 
     @field_validator("model", "tenant", "custom_id")
     @classmethod
@@ -106,6 +121,14 @@ class GeneratePayload(SamplingParams):
             Prompt(prompt=self.prompt, messages=self.messages, token_ids=self.token_ids)
         except ValidationError as exc:
             raise request_error_from(exc) from None
+        return self
+
+    @model_validator(mode="after")
+    def _output_goes_somewhere(self) -> Self:
+        if self.callback_include_output and self.callback_url is None:
+            raise RequestError(
+                "is set and there is no callback", field="callback_include_output", fix="Give a callback_url"
+            )
         return self
 
     @classmethod
@@ -133,7 +156,7 @@ class GeneratePayload(SamplingParams):
 
         Raises:
             UnknownModelError: the model is not one that this fleet serves.
-            RequestError: the prompt is longer than ``max_prompt_chars``.
+            RequestError: the prompt is longer than ``max_prompt_chars``, or the callback goes where none may go.
         """
         accepted = settings.accepted_models
         if self.model not in accepted:
@@ -151,6 +174,8 @@ class GeneratePayload(SamplingParams):
                 value=length,
                 fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
             )
+        if self.callback_url is not None:
+            check_callback_url(self.callback_url, CallbackRules.of(settings))
 
     def sampling(self) -> SamplingParams:
         """The sampling part alone."""

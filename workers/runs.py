@@ -314,6 +314,7 @@ class Runs:
             None if result is None else stored_result(result, run.payload),
             None if error is None else type(error).__name__,
             None if error is None else str(error),
+            callback=run.payload is None or run.payload.callback_url is not None,
         )
         self._book.waits(item)
         self._actor.when(self._store.finish(item), partial(self._on_committed, run, item))

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_serializer, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
 from backend.api import ConfigurationError
 from backend.config import EngineConfig
+from workers.callbacks.signing import key_of
+from workers.callbacks.urls import HostRule
 
 ENV_PREFIX = "TOKENMILL_"
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
@@ -237,6 +239,38 @@ class Settings(BaseSettings):
         1.0, gt=0, description="first pause before a dead worker process is restarted"
     )
     restart_backoff_max_s: float = Field(60.0, gt=0, description="longest such pause")
+    callback_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="hosts that callbacks may be sent to: `hooks.example.com`, `.example.com` for all below it, "
+        "with `:port` where it is not 443. None: callbacks are refused",
+    )
+    callback_secrets: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (),
+        description="sign callbacks, each of them; the newest first. Needed where callbacks are sent; "
+        "`tokenmill callbacks secret` makes one",
+    )
+    callback_sender: bool = Field(
+        True,
+        description="`tokenmill worker` sends callbacks, too; off where only `tokenmill callbacks send` may",
+    )
+    callback_timeout_s: float = Field(
+        10.0, gt=0, le=120, description="for one callback, from looking its host up to the answer"
+    )
+    callback_max_age_s: float = Field(
+        86_400.0, gt=0, description="how long after the end it tells of a callback is tried again"
+    )
+    callback_host_connections: int = Field(
+        8, ge=1, le=64, description="callbacks that one sender has under way to one host at once"
+    )
+    callback_ca_file: Path | None = Field(
+        None, description="PEM certificates that receivers are trusted by; the system's when unset"
+    )
+    callback_allow_http: bool = Field(
+        False, description="for development: callbacks without TLS are accepted"
+    )
+    callback_allow_private: bool = Field(
+        False, description="for development: callbacks to loopback and private addresses are sent"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="verbosity of the worker's log"
     )
@@ -268,7 +302,26 @@ class Settings(BaseSettings):
             )
         return value
 
-    @field_validator("models", mode="before")
+    @field_validator("callback_hosts")
+    @classmethod
+    def _host_rules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            HostRule.parse(entry)
+        return value
+
+    @field_validator("callback_secrets")
+    @classmethod
+    def _keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for secret in value:
+            key_of(secret.get_secret_value())
+        return value
+
+    @field_serializer("callback_secrets", when_used="json")
+    def _plain_secrets(self, value: tuple[SecretStr, ...]) -> list[str]:
+        # The supervisor hands settings to its processes as JSON, through a pipe.
+        return [secret.get_secret_value() for secret in value]
+
+    @field_validator("models", "callback_hosts", "callback_secrets", mode="before")
     @classmethod
     def _comma_list(cls, value: Any) -> Any:
         return (

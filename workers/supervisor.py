@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workers.callbacks.service import start_sender
 from workers.settings import Settings
 
 logger = logging.getLogger("tokenmill.supervisor")
@@ -30,7 +31,13 @@ def run_worker(settings: Settings, *, once: bool = False) -> int:
     The first signal lets running jobs finish (``shutdown_grace_s``), the second hands them back at once, the
     third kills. With ``once`` a worker that ends is not restarted and its exit code is returned. Must be called
     on the main thread, because it handles signals.
+
+    Callbacks are sent from here, too: one sender a host, which no engine holds up or takes along when it dies.
+
+    Raises:
+        ConfigurationError: callbacks are to be sent and cannot be.
     """
+    callbacks = start_sender(settings)
     supervisor = Supervisor(settings, once=once)
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in previous:
@@ -38,6 +45,8 @@ def run_worker(settings: Settings, *, once: bool = False) -> int:
     try:
         return supervisor.run()
     finally:
+        if callbacks is not None:
+            callbacks.stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -29,6 +29,7 @@ from models_db.migrate import check_schema
 from models_db.session import make_engine, reading, transaction
 from models_db.tables import JobState
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
+from workers.callbacks.wanted import wanted_callback
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
 from workers.client.streaming import concluded, read_stream
 from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
@@ -258,6 +259,7 @@ class Client:
             created_at=now,
             published_at=now if self.has_database else None,
             deadline_at=deadline,
+            callback=wanted_callback(payload, self.settings),
         )
 
     # --------------------------------------------------------------------------------------------------- read
