@@ -51,6 +51,7 @@ class EngineCore:
         sync: bool,
         clock: Callable[[], float] = time.monotonic,
         layout: Callable[[StepPlan], StepLayout | None] = lambda plan: None,
+        plan_prefill: Callable[[Slot], None] = lambda slot: None,
     ) -> None:
         self.scheduler = scheduler
         self.allocator = allocator
@@ -63,6 +64,7 @@ class EngineCore:
         self._sync = sync
         self._clock = clock
         self._layout = layout  # what a plan is padded to; nothing where no graphs are replayed
+        self._plan_prefill = plan_prefill  # sends what a prefill kernel wants planned, with the other inputs
         self._next = 0
         self._pending: Slot | None = None  # launched and not retired
         # Kept apart from the scheduler's lists, so that nobody is forgotten even if a fault leaves those half-changed.
@@ -122,6 +124,7 @@ class EngineCore:
     def _launch(self, slot: Slot) -> None:
         with self.streams.h2d():
             slot.copy_in()
+            self._plan_prefill(slot)
             slot.input_ready.record()
         with self.streams.compute():
             slot.input_ready.wait()

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from backend.api import MAX_LOGPROBS
+from backend.attention.flashinfer_prefill import FlashInferPrefill
 from backend.kv_cache import MIB, KVCache
 from backend.memory import MARGIN_BYTES, DeviceMemory, GraphKind, Needs, graph_bytes, step_bytes
 from backend.runner import StepForward, carry_over
@@ -72,9 +73,11 @@ class GraphRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
+        long_prefill: FlashInferPrefill | None = None,
     ) -> None:
         self._forward = forward
         self._cache = cache
+        self._long_prefill = long_prefill
         self._vocab_size = vocab_size
         self._dtype = dtype  # of the logits
         self._max_rows = max_num_seqs
@@ -98,6 +101,22 @@ class GraphRunner:
             return self._decode_layout(sizes[bisect_left(sizes, plan.num_decode)])
         sizes = self._mixed_sizes
         return self._mixed_layout(sizes[bisect_left(sizes, plan.num_tokens)])
+
+    def plan_prefill(self, slot: Slot) -> None:
+        """Send what a long prefill's kernel wants planned; call within the h2d stream's context."""
+        if self._long_prefill is not None and slot.shape.long_prefill:
+            self._long_prefill.plan(self._slots.index(slot), slot.shape)
+
+    def padded_shape(self, key: GraphKey) -> StepShape:
+        """What the host knows of every step that a graph serves."""
+        layout = self._mixed_layout(key.size) if key.mixed else self._decode_layout(key.size)
+        planned = key.slot if key.long_prefill and self._long_prefill is not None else None
+        return StepShape(
+            num_decode=layout.rows,
+            has_prefill=key.mixed,
+            long_prefill=key.long_prefill,
+            planned_slot=planned,
+        )
 
     def _decode_layout(self, size: int) -> StepLayout:
         return StepLayout(size, size, size, self._max_blocks, self._cache.dummy_slot)
@@ -200,12 +219,14 @@ class GraphRunner:
     def _blank(self, key: GraphKey) -> tuple[StepInputs, StepShape]:
         """The inputs of a step of nothing but padding, on their way to the device."""
         layout = self._mixed_layout(key.size) if key.mixed else self._decode_layout(key.size)
-        slot = self._slots[key.slot]
+        slot, shape = self._slots[key.slot], self.padded_shape(key)
         inputs = slot.blank(layout, self._cache.block_size)
         with self._streams.h2d():
             slot.copy_in()
+            if self._long_prefill is not None and shape.planned_slot is not None:
+                self._long_prefill.plan(shape.planned_slot, shape)
             slot.input_ready.record()
-        return inputs, StepShape(num_decode=layout.rows, has_prefill=key.mixed, long_prefill=key.long_prefill)
+        return inputs, shape
 
     def _compute(self, slot: Slot, other: Slot, inputs: StepInputs, shape: StepShape) -> None:
         from backend.kernels.sample import sample

@@ -109,6 +109,9 @@ class StepShape:
     num_decode: int = 0
     has_prefill: bool = False
     long_prefill: bool = False  # a few rows of many tokens prefill, so that large tiles pay
+    planned_slot: int | None = (
+        None  # the slot whose plan FlashInfer follows; without graphs nothing is planned
+    )
     query_lengths: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     has_carry: bool = False

@@ -1,7 +1,7 @@
 """Attention on a GPU by our own Triton kernels: split-KV decode, and prefill over rows of any length.
 
 Nothing is planned on the host: lengths, tables and row borders are read on the device, so a captured launch serves
-every step of its padded size.
+every step of its padded size. The exception is another kernel for the prefill of long rows, where there is one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from backend.attention.flashinfer_prefill import FlashInferPrefill
 from backend.attention.interface import AttentionParams
 from backend.kv_cache import KVCache
 from backend.slots import LONG_PREFILL_ROWS, StepInputs, StepShape
@@ -35,10 +36,13 @@ class TritonKernel:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        long_prefill: FlashInferPrefill | None = None,
     ) -> None:
+        """``long_prefill`` attends in steps that it has planned, in layers that suit it."""
         from backend.kernels.paged_decode import DecodeWorkspace, decode_config
         from backend.kernels.paged_prefill import prefill_config
 
+        self.long_prefill = long_prefill
         self._pdl = early_launch(device)
         # The launch constants of each padded row count: a graph holds them whatever the lengths become.
         self._configs = {
@@ -93,7 +97,18 @@ class TritonKernel:
                 output=output[:rows],
                 pdl=self._pdl,
             )
-        if shape.has_prefill:
+        planned = self.long_prefill
+        if planned is not None and shape.planned_slot is not None and planned.suits(params):
+            planned.run(
+                query,
+                keys,
+                values,
+                inputs.block_table,
+                slot=shape.planned_slot,
+                scale=params.scaling,
+                output=output,
+            )
+        elif shape.has_prefill:
             paged_prefill(
                 query,
                 keys,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.graphs import GraphKey, GraphRunner, decode_buckets, token_buckets
-from backend.slots import Slot, StepShape, is_long_prefill
+from backend.slots import Slot, is_long_prefill
 from tests.gpu.gpu_driver import CoreDriver, count_flips, outcome
 from tests.gpu.gpu_logits import Spy, alone_and_among_others, errors, forced_logits
 from tests.gpu.gpu_models import DEVICE, FAMILIES, VOCAB, generate, make_prompts, save_family
@@ -70,9 +70,7 @@ class Comparing:
         replayed = self._spy.logits[:sampled].clone(), slot.device_tokens.clone()
         self._spy.logits.fill_(float("nan"))
         slot.device_tokens.fill_(-7)
-        layout = runner.layout(plan)
-        shape = StepShape(num_decode=layout.rows, has_prefill=mixed, long_prefill=slot.shape.long_prefill)
-        runner._compute(slot, slots[1 - key.slot], inputs, shape)
+        runner._compute(slot, slots[1 - key.slot], inputs, runner.padded_shape(key))
         found.append((*replayed, self._spy.logits[:sampled].clone(), slot.device_tokens.clone()))
 
     def check(self) -> int:

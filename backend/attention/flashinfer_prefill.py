@@ -1,0 +1,242 @@
+"""Prefill of a few long rows by FlashInfer's FA3 kernel, where that is faster than ours: on Hopper, in 16 bits.
+
+FlashInfer's wrapper plans a step in Python and copies page lists to the device for it. Here its compiled module is
+called directly: the kernel works through lists of tiles, one for each processor, which the module's ``plan`` makes
+from lengths that the host knows, in a page-locked buffer of its slot, and sends to the device on the stream of the
+step's other inputs. Pages are read from the slot's own block table, since a tile's first page may lie anywhere. So a
+captured launch serves every later plan.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from backend.api import ConfigurationError
+from backend.attention.interface import AttentionParams
+from backend.slots import LONG_PREFILL_ROWS, StepShape
+
+logger = logging.getLogger(__name__)
+
+PrefillAttention = Literal["auto", "triton", "flashinfer"]
+
+_HEAD_SIZES = (64, 128, 256)
+_TILE = 128  # queries of a tile, at least; of its lists the kernel needs room for so many tiles
+_LISTS = 7  # words that the plan keeps of each tile
+_CAUSAL, _NHD = 1, 0  # FlashInfer's codes of a mask and a layout
+
+
+class FlashInferPrefill:
+    """The compiled module, and what a plan takes of host and device memory in each slot."""
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        max_tokens: int,
+        max_blocks: int,
+        device: torch.device,
+        num_slots: int = 2,
+    ) -> None:
+        """``max_tokens`` of a step; ``max_blocks`` is the width of its block table."""
+        self._module = module
+        self._sizes = num_heads, num_kv_heads, block_size
+        self._head_size = head_size
+        self._max_tokens = max_tokens
+        self._width = max_blocks
+        words = _LISTS * num_heads * (-(-max_tokens // _TILE) + LONG_PREFILL_ROWS)
+        count = 4 * words + 2**14  # and a border for each processor, and alignment
+        self._device = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+        self._host = [torch.zeros(count, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
+        self._nothing = torch.zeros(16, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(LONG_PREFILL_ROWS + 1, dtype=torch.int32)
+        self._pages = torch.zeros(LONG_PREFILL_ROWS, dtype=torch.int32)
+        self._lengths = torch.zeros(LONG_PREFILL_ROWS, dtype=torch.int32)
+        self._layout: list[int] | None = None  # where the plan keeps what; the same for every step
+
+    def suits(self, params: AttentionParams) -> bool:
+        """Whether a layer's attention is plain enough."""
+        return params.window is None and params.softcap is None and params.sinks is None
+
+    def plan(self, slot: int, shape: StepShape) -> None:
+        """Plan the rows after the decode rows, at most ``LONG_PREFILL_ROWS``, and send the plan to the device.
+
+        Call it within the h2d stream's context, before the slot's inputs are marked as ready; the step that used
+        the slot before must have retired. Never blocks.
+        """
+        first = shape.num_decode  # a row, and its first token: decode rows have one each
+        queries = shape.query_lengths[first:]
+        count = len(queries)
+        starts, pages, lengths = self._starts.numpy(), self._pages.numpy(), self._lengths.numpy()
+        starts[0] = first
+        starts[1 : count + 1] = first + np.cumsum(queries, dtype=np.int32)
+        starts[count + 1 :] = starts[count]
+        pages[:count] = np.arange(first, first + count) * self._width
+        lengths[:count] = shape.kv_lengths[first:]
+        lengths[count:] = 0
+        num_heads, num_kv_heads, block_size = self._sizes
+        layout = self._module.plan(
+            self._nothing,
+            self._device[slot],
+            self._host[slot],
+            self._starts,
+            self._pages,
+            self._lengths,
+            self._max_tokens,  # and the number of rows: the layout depends on these two
+            LONG_PREFILL_ROWS,
+            num_heads,
+            num_kv_heads,
+            block_size,
+            True,  # a layout for graphs
+            self._head_size,
+            self._head_size,
+            True,  # causal
+            -1,  # no window
+        )
+        if self._layout is None:
+            self._layout = list(layout)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        slot: int,
+        scale: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend as the slot's plan says; writes the planned tokens of ``output`` and no others.
+
+        Args:
+            query, output: [T, heads, head_size], contiguous heads; output contiguous.
+            keys, values: [blocks, block_size, kv_heads, head_size].
+            block_table: i32[R, W], contiguous, W as given to the constructor.
+        """
+        assert self._layout is not None, "nothing has been planned"
+        self._module.paged_run(
+            self._nothing,
+            self._device[slot],
+            self._layout,
+            query,
+            keys,
+            values,
+            self._nothing,  # these four belong to the other backends of FlashInfer
+            self._nothing,
+            block_table.view(-1),
+            self._nothing,
+            output,
+            None,  # no log-sum-exp wanted
+            _CAUSAL,
+            _NHD,
+            -1,  # no window
+            False,  # starts when the kernel before it has ended
+            None,
+            None,
+            None,
+            None,
+            0.0,  # no soft cap
+            scale,
+            1.0,  # of the values
+            0,
+        )
+
+
+def find_flashinfer(
+    wanted: PrefillAttention,
+    *,
+    params: list[AttentionParams],
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    max_tokens: int,
+    max_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FlashInferPrefill | None:
+    """FlashInfer's kernel if it is to be used.
+
+    ``auto`` takes it where it is installed and its kernels have been built, ``flashinfer`` builds them, which needs
+    ``nvcc`` and takes some minutes once.
+
+    Raises:
+        ConfigurationError: it is wanted and cannot be had.
+    """
+    if wanted == "triton":
+        return None
+    reason = _unfit(params, head_size, dtype, device)
+    module = None
+    if reason is None:
+        module, reason = _load(dtype, head_size, device, build=wanted == "flashinfer")
+    if module is None:
+        if wanted == "flashinfer":
+            raise ConfigurationError(
+                f"prefill_attention is 'flashinfer', but {reason}. Mend that, or leave the setting at 'auto'"
+            )
+        logger.debug("long prompts attend by our own kernel: %s", reason)
+        return None
+    found = FlashInferPrefill(
+        module,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        max_tokens=max_tokens,
+        max_blocks=max_blocks,
+        device=device,
+    )
+    for slot in (0, 1):
+        found.plan(slot, StepShape())
+    return found
+
+
+def _unfit(
+    params: list[AttentionParams], head_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "its FA3 kernels need a Hopper GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels do not compute in {str(dtype).removeprefix('torch.')}"
+    if head_size not in _HEAD_SIZES:
+        return f"its kernels have no heads of size {head_size}"
+    if not any(p.window is None and p.softcap is None and p.sinks is None for p in params):
+        return "each layer has a sliding window, a soft cap or sinks"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer-python is not installed"
+    return None
+
+
+def _load(dtype: torch.dtype, head_size: int, device: torch.device, *, build: bool) -> tuple[Any, str | None]:
+    """The compiled module, or why there is none."""
+    from flashinfer.jit import gen_batch_prefill_module
+
+    with torch.cuda.device(device):
+        spec = gen_batch_prefill_module(
+            "fa3", dtype, dtype, dtype, torch.int32, head_size, head_size, 0, False, False, False
+        )
+        if not build and not spec.is_compiled:
+            return None, "its kernels have not been built; prefill_attention 'flashinfer' builds them"
+        began = time.perf_counter()
+        if not spec.is_compiled:
+            logger.info("building FlashInfer's prefill kernels, which takes some minutes once")
+        try:
+            module = spec.build_and_load()
+        except Exception as exc:  # whatever a compiler, a linker or a loader may say
+            if not build:
+                logger.warning("FlashInfer's kernels cannot be loaded: %s", exc)
+            return None, f"its kernels cannot be built or loaded: {exc}"
+        logger.info("FlashInfer's prefill kernels ready after %.1f s", time.perf_counter() - began)
+        return module, None
