@@ -1,11 +1,13 @@
 # Tokenmill: what people type. Every target makes its own virtual environment first; a second run is instant.
 #   make demo             real prompts through Redis, Celery, the engine and SQL, with a report
-#   make test             the whole suite;  make test ARGS="tests/unit -k bulk"  runs a part
+#   make test             the whole suite, in two processes;  make test ARGS="tests/unit -k bulk"  runs a part
 #   TORCH_REQUIREMENT     which torch to install, e.g.  make setup TORCH_REQUIREMENT='torch==2.13.0+cpu'
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that the whole suite is spread over, see tests/conftest.py; a part of it runs in one, unless this is set.
+PROCESSES ?= $(if $(ARGS),0,$(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -lt 2 && echo 0 || echo 2))
 export VENV
 # First, so that a Redis server that a package brought is found.
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -23,7 +25,7 @@ demo: setup  ## run 24+ real prompts through the whole of it and report (ARGS="-
 	@$(BIN)/tokenmill demo $(ARGS)
 
 test: setup  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) $(ARGS)
 
 lint: setup  ## ruff, formatting and strict types
 	$(BIN)/ruff check .

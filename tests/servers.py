@@ -173,10 +173,15 @@ def fresh_database_url(kind: Kind, folder: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on now.
+
+    Below those that systems give to connections, or one of another test's could take it before a server does.
+    """
+    while True:
+        port = 12_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _standard_urls(kind: Literal["postgresql", "mariadb"]) -> list[str]:

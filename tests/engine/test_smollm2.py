@@ -28,8 +28,6 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     made = AsyncEngine(
         EngineConfig(
             model="smollm2",
@@ -43,7 +41,6 @@ def engine() -> Iterator[AsyncEngine]:
     made.start()
     yield made
     made.shutdown(drain=False)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -338,7 +338,7 @@ def test_the_command_restarts_a_killed_worker_and_stops_on_sigterm(make_fleet: M
         "import sys; from workers.cli import main; sys.argv = ['tokenmill', 'worker']; main()",
     ]
     supervisor = fleet.add(WorkerProcess(command, environment=fleet.environment()))
-    worker = fleet.app.control.inspect(timeout=5, limit=1).stats()
+    worker = fleet.app.control.inspect(timeout=30, limit=1).stats()
     os.kill(next(iter(worker.values()))["pid"], signal.SIGKILL)
     supervisor.wait_for("was killed by SIGKILL; starting again in 0.2s")
     assert fleet.send().get(timeout=30)["finish_reason"] == "length"
