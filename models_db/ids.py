@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable
 
 _NS_PER_MS = 1_000_000
@@ -21,4 +20,5 @@ def uuid7(clock_ns: Callable[[], int] = time.time_ns, entropy: Callable[[int], b
     fraction = rest * 4096 // _NS_PER_MS
     random_bits = int.from_bytes(entropy(8), "big") & ((1 << 62) - 1)
     value = (milliseconds & ((1 << 48) - 1)) << 80 | 0x7 << 76 | fraction << 64 | 0b10 << 62 | random_bits
-    return str(uuid.UUID(int=value))
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

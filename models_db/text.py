@@ -30,8 +30,8 @@ def check_name(field: str, value: str | None, length: int) -> None:
     Raises:
         InvalidValueError: empty, longer than ``length`` characters, or with NUL or a lone surrogate in it.
     """
-    if value is None:
-        return
+    if value is None or (0 < len(value) <= length and value.isascii() and value.isprintable()):
+        return  # nearly every one
     if not value:
         raise InvalidValueError(field, "must not be empty", fix="Leave it out or give it a value")
     if len(value) > length:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -40,9 +40,11 @@ from workers.bulk_input import (
     LineOptions,
     Validated,
     distinct,
+    size_of,
     validate,
 )
 from workers.bulk_reuse import Reuser
+from workers.chunks import take_chunk
 from workers.client import Client, Submission
 from workers.payload import GeneratePayload, queue_for
 
@@ -300,7 +302,7 @@ class BulkRunner:
             storing: Future[None] | None = None
             while progress.state is BatchState.VALIDATING:
                 while (room := self._in_flight - (fed - progress.done) if bounded else _CHUNK) > 0:
-                    chunk = list(islice(lines, min(room, _CHUNK)))
+                    chunk = take_chunk(lines, min(room, _CHUNK), size_of)
                     steps = self._steps(batch_id, progress.deadline_at, chunk, source.reuse_days)
                     if storing is not None:
                         storing.result()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import IO, Any
 
 from backend.api import RequestError, check_text
+from workers.chunks import take_chunk
 from workers.payload import BULK_PRIORITY, GeneratePayload
 
 OUTPUT_FIELDS = (
@@ -37,6 +39,8 @@ OUTPUT_FIELDS = (
 )
 _FIELDS = frozenset(GeneratePayload.model_fields)
 _MISSPELT = 0.8  # difflib's ratio from which a key counts as a misspelt field
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_LOOKED_UP = 200  # ids a look at those seen before
 SHOWN_ERRORS = 20
 MAX_LINE_BYTES = 64 * 1024 * 1024  # a file without line breaks must not fill the memory
 
@@ -156,7 +160,7 @@ def parse_line(
     """One line, checked: UTF-8, JSON, keys, and the payload with the defaults filled in."""
     try:
         text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        data = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constants)
+        data = _STRICT.decode(text)
     except RecursionError:
         return LineError(number, "is nested too deeply. Flatten it", "malformed_json")
     except UnicodeDecodeError as error:
@@ -204,9 +208,15 @@ def as_chat(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def distinct(rows: Iterable[BulkLine | LineError]) -> Iterator[BulkLine | LineError]:
     """The rows, those whose ``custom_id`` came before as errors; in bounded memory however many they are."""
+    waiting = iter(rows)
     with closing(_SeenIds()) as seen:
-        for row in rows:
-            yield seen.checked(row)
+        while some := take_chunk(waiting, _LOOKED_UP, size_of):
+            yield from seen.checked(some)
+
+
+def size_of(row: BulkLine | LineError) -> int:
+    """Characters of the row's prompt."""
+    return row.payload.prompt_chars if isinstance(row, BulkLine) else 0
 
 
 def validate(rows: Iterable[BulkLine | LineError], *, shown_errors: int = SHOWN_ERRORS) -> Validated:
@@ -246,29 +256,43 @@ class _SeenIds:
             "CREATE TABLE seen (custom_id TEXT PRIMARY KEY, line INTEGER NOT NULL) WITHOUT ROWID"
         )
 
-    def checked(self, row: BulkLine | LineError) -> BulkLine | LineError:
-        """The row, remembered; or an error that says which earlier row had its id."""
-        if row.custom_id is None:
-            return row
-        try:
-            self._ids.execute("INSERT INTO seen VALUES (?, ?)", (row.custom_id, row.line))
-        except UnicodeEncodeError:
-            return row  # a bad line, whose id no database takes
-        except sqlite3.IntegrityError:
-            if isinstance(row, LineError):
-                return replace(row, custom_id=None)  # the id is the earlier row's
-            select = "SELECT line FROM seen WHERE custom_id = ?"
-            (first,) = self._ids.execute(select, (row.custom_id,)).fetchone()
-            return LineError(
-                row.line,
-                f"custom_id: was used in line {first} (got {row.custom_id!r}). Make ids unique in the file",
-                "duplicate_custom_id",
-            )
-        return row
+    def checked(self, rows: Sequence[BulkLine | LineError]) -> Iterator[BulkLine | LineError]:
+        """The rows, remembered; in place of some, errors that say which earlier row had the id."""
+        # Two statements for many rows: each lets another thread in, which costs more than the statement.
+        asked = json.dumps([row.custom_id for row in rows if _storable(row.custom_id)], ensure_ascii=False)
+        select = "SELECT custom_id, line FROM seen WHERE custom_id IN (SELECT value FROM json_each(?))"
+        seen: dict[str, int] = dict(self._ids.execute(select, (asked,)).fetchall())
+        new: list[tuple[str, int]] = []
+        checked = []
+        for row in rows:
+            if row.custom_id is None or not _storable(row.custom_id):
+                checked.append(row)
+            elif (first := seen.setdefault(row.custom_id, row.line)) == row.line:
+                new.append((row.custom_id, row.line))
+                checked.append(row)
+            else:
+                checked.append(_used_before(row, first))
+        self._ids.executemany("INSERT INTO seen VALUES (?, ?)", new)
+        yield from checked
 
     def close(self) -> None:
         """Remove the temporary file."""
         self._ids.close()
+
+
+def _storable(custom_id: str | None) -> bool:
+    """Whether it can be looked up: the id of a bad line may be text that no database takes."""
+    return custom_id is not None and _UNSTORABLE.search(custom_id) is None
+
+
+def _used_before(row: BulkLine | LineError, first: int) -> LineError:
+    if isinstance(row, LineError):
+        return replace(row, custom_id=None)  # the id is the earlier row's
+    return LineError(
+        row.line,
+        f"custom_id: was used in line {first} (got {row.custom_id!r}). Make ids unique in the file",
+        "duplicate_custom_id",
+    )
 
 
 def is_field(name: str) -> bool:
@@ -326,3 +350,6 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constants(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON value")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_no_doubles, parse_constant=_no_constants)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import uuid
 from collections.abc import Iterable, Mapping
@@ -166,7 +167,7 @@ class GeneratePayload(SamplingParams):
                 value=self.model,
                 fix=f"Use one of: {', '.join(accepted)}",
             )
-        length = len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
+        length = self.prompt_chars
         if length > settings.max_prompt_chars:
             raise RequestError(
                 f"is longer than max_prompt_chars ({settings.max_prompt_chars})",
@@ -176,6 +177,11 @@ class GeneratePayload(SamplingParams):
             )
         if self.callback_url is not None:
             check_callback_url(self.callback_url, CallbackRules.of(settings))
+
+    @property
+    def prompt_chars(self) -> int:
+        """Characters of the prompt's text; none where it is given as token ids."""
+        return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
 
     def sampling(self) -> SamplingParams:
         """The sampling part alone."""
@@ -301,7 +307,7 @@ def encode_message(job_id: str, payload: GeneratePayload, fields: Mapping[str, A
     """``build_message`` as JSON text (ASCII), several times as fast: what is equal in all messages is made once."""
     _check_id(job_id)
     frame = _frame(payload.model, payload.priority, _origin(os.getpid()))
-    filling = {"id": json.dumps(job_id)[1:-1], "body": _body(fields), "tag": str(uuid.uuid4())}
+    filling = {"id": json.dumps(job_id)[1:-1], "body": _body(fields), "tag": secrets.token_hex(16)}
     return "".join([filling.get(part, part) for part in frame])
 
 

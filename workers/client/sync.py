@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from itertools import islice
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,6 +29,7 @@ from models_db.session import make_engine, reading, transaction
 from models_db.tables import JobState
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.callbacks.wanted import wanted_callback
+from workers.chunks import take_chunk
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
 from workers.client.streaming import concluded, read_stream
 from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
@@ -164,15 +164,16 @@ class Client:
         a chunk is being stored, the next one is read and checked.
         """
         submissions = map(self._submission, requests)
-        chunk = self.new_jobs(list(islice(submissions, _CHUNK)))
-        if len(chunk) < _CHUNK:
-            yield from self.submit_jobs(chunk) if chunk else ()
-            return
+
+        def ready() -> list[NewJob]:
+            return self.new_jobs(take_chunk(submissions, _CHUNK, lambda each: each.payload.prompt_chars))
+
+        chunk = ready()
         with ThreadPoolExecutor(1, "tokenmill-submit") as beside:
             while chunk:
                 accepting = beside.submit(self.submit_jobs, chunk)
                 try:
-                    chunk = self.new_jobs(list(islice(submissions, _CHUNK)))
+                    chunk = ready()
                 except Exception:
                     yield from accepting.result()
                     raise
