@@ -9,6 +9,7 @@ from celery.worker import control
 from celery.worker.control import Panel
 from kombu.utils.functional import maybe_list
 
+from workers.refusals import refuse_commands
 from workers.revokes import Revokes
 
 CANCEL_COMMAND = "tokenmill_cancel"
@@ -28,6 +29,7 @@ def register_commands() -> None:
         signature="[id1 [id2 [... [idN]]]]",
         variadic="ids",
     )(tokenmill_cancel)
+    refuse_commands(Panel.data)
     Panel.data["revoke"] = revoke
     Panel.data["revoke_by_stamped_headers"] = revoke_by_stamped_headers
 

@@ -121,14 +121,14 @@ class Finaliser:
         first = request if delivery.run is None else delivery.run.deliveries[0].request
         if first.beginning is None:
             first.beginning = Beginning(self._task, first)
-            self._threads.submit(first.beginning.begin)
+            self._threads.submit(first.beginning.begin).add_done_callback(_report)
         request.beginning = first.beginning
 
     def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None:
         """Announce the end of a job that the tracer is not called for, here or in this delivery."""
         beginning = delivery.request.beginning
         if beginning is not None and beginning.claim_end():
-            self._threads.submit(partial(beginning.end, state, error))
+            self._threads.submit(partial(beginning.end, state, error)).add_done_callback(_report)
 
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
         """Run the tracer with this outcome; ``callback`` and ``then`` follow on the main thread."""
@@ -207,6 +207,11 @@ def _stored_runtime_s(outcome: Outcome) -> float | None:
     if result is None or result.latency_s is None:
         return None
     return max(0.0, result.latency_s - (result.queue_time_s or 0.0))
+
+
+def _report(announced: Future[None]) -> None:
+    if error := announced.exception():
+        logger.error("Celery's signals of a job were not sent: %r", error, exc_info=error)
 
 
 def _complete(one: _Ended, finish: Action) -> None:

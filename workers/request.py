@@ -123,7 +123,7 @@ class GenerateRequest(Request):  # type: ignore[misc]
         super().on_failure(exc_info, send_failed_event, return_ok)
         error = exc_info.exception
         if isinstance(getattr(error, "exc", error), Ignore):
-            self.send_event("task-revoked", terminated=True, signum=None, expired=False)
+            self.send_event("task-revoked", terminated=False, signum=None, expired=False)
 
     def drop(self) -> None:
         """Acknowledge without the tracer: the outcome has been delivered, or is by another delivery."""

@@ -117,13 +117,13 @@ class Beginning:
     def _send(self, signal: Any, shown: TaskContext, **fields: Any) -> None:
         task, request = self._task, self._request
         _task_stack.push(task)
-        task.push_request(shown)
+        task.request_stack.push(shown)
         try:
             signal.send(
                 sender=task, task_id=request.id, task=task, args=request.args, kwargs=request.kwargs, **fields
             )
         finally:
-            task.pop_request()
+            task.request_stack.pop()
             _task_stack.pop()
 
     def _shown(self) -> TaskContext:
