@@ -17,6 +17,7 @@ from typing import Any
 
 from celery.concurrency.base import BasePool
 from celery.exceptions import CPendingDeprecationWarning, WorkerShutdown
+from celery.signals import worker_process_init, worker_process_shutdown
 from celery.utils.log import get_logger
 from celery.worker import state
 from sqlalchemy import Engine
@@ -104,6 +105,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
         # turns these warnings on itself, before the pool starts.
         warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
         settings = self.settings
+        # As Celery's other pools: what must be set up where tasks run listens to it, such as OpenTelemetry.
+        worker_process_init.send(sender=None)
         engine = self._engine = make_engine(settings.database_url)
         check_schema(engine)
         row = new_worker(settings)
@@ -398,6 +401,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._spool.close()
         if self._engine is not None:
             self._engine.dispose()
+            worker_process_shutdown.send(sender=None, pid=os.getpid(), exitcode=0)
         if self.app is not None:
             self.app.tasks[TASK_NAME].deliveries = None
 
