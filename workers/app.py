@@ -32,6 +32,7 @@ class TokenmillApp(Celery):  # type: ignore[misc]
     """A Celery application that knows its settings."""
 
     settings: Settings
+    task_cls = "workers.tasks:QuietTask"
 
     @cached_property
     def Worker(self) -> type[Worker]:  # noqa: N802 - Celery's name

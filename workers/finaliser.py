@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -236,7 +237,8 @@ def run_call(
     when it could not do its work.
     """
     try:
-        failed, value, measured = call.target(*call.args, **call.kwargs)
+        # What receivers of signals leave behind in the context must not be there for the thread's next task.
+        failed, value, measured = Context().run(partial(call.target, *call.args, **call.kwargs))
     except BaseException as exc:
         info = ExceptionInfo()
         return (partial(error_callback, info) if error_callback is not None else _nothing), exc

@@ -23,7 +23,24 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class GenerateRequest(Request):  # type: ignore[misc]
+class QuietRequest(Request):  # type: ignore[misc]
+    """Of any task in a worker: those of callbacks have answers as arguments, which belong into no log or event."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._argsrepr = self._request_dict["argsrepr"] = self._shown_args()
+        self._kwargsrepr = self._request_dict["kwargsrepr"] = "{}" if not self._kwargs else "{...}"
+
+    def _shown_args(self) -> str:
+        return "()" if not self._args else "(...)"
+
+    def info(self, safe: bool = False) -> dict[str, Any]:
+        """For ``inspect active``: never with arguments."""
+        shown: dict[str, Any] = super().info(safe=True)
+        return shown
+
+
+class GenerateRequest(QuietRequest):
     """Everything here runs on the main thread, but for ``looks_revoked``, which only reads.
 
     Celery acknowledges a request from several places. Where the job's end is not committed yet (``settled``), as
@@ -39,18 +56,13 @@ class GenerateRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        payload = self._args[0] if isinstance(self._args, list) and self._args else None
-        model = payload.get("model") if isinstance(payload, Mapping) else None
-        self._argsrepr = self._request_dict["argsrepr"] = describe(model)
-        self._kwargsrepr = self._request_dict["kwargsrepr"] = "{}"
         # Celery keeps the task's own limits as they were when the worker started, whatever ``control time_limit`` says.
         hard_s, soft_s = self._request_dict.get("timelimit") or (None, None)
         self.time_limits = (hard_s or self.task.time_limit, soft_s or self.task.soft_time_limit)
 
-    def info(self, safe: bool = False) -> dict[str, Any]:
-        """For ``inspect active``: never with arguments."""
-        shown: dict[str, Any] = super().info(safe=True)
-        return shown
+    def _shown_args(self) -> str:
+        payload = self._args[0] if isinstance(self._args, list) and self._args else None
+        return describe(payload.get("model") if isinstance(payload, Mapping) else None)
 
     @property
     def embedded(self) -> Mapping[str, Any]:

@@ -89,6 +89,17 @@ def error_of(outcome: Outcome) -> TokenmillError:
     return JobFailedError(f"{outcome.error_type}: {message}" if outcome.error_type else message)
 
 
+class QuietTask(Task):  # type: ignore[misc]
+    """The base of other tasks in the application, the users' own: neither arguments nor results are shown.
+
+    ``@app.task(Request="celery.worker.request:Request", resultrepr_maxsize=1024)`` is Celery's way.
+    """
+
+    abstract = True
+    Request = "workers.request:QuietRequest"
+    resultrepr_maxsize = 0
+
+
 class GenerateTask(Task):  # type: ignore[misc]
     """Celery's view of a generation job."""
 
