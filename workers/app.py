@@ -80,6 +80,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_reject_on_worker_lost": True,
         "worker_soft_shutdown_timeout": settings.soft_shutdown_s,
         "task_send_sent_event": False,
+        "task_track_started": settings.track_started,
         "worker_pool": POOL,
         "worker_consumer": CONSUMER,
         "worker_concurrency": settings.engine_config.max_num_seqs,
@@ -89,7 +90,8 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         # SQL says what has run already.
         "worker_deduplicate_successful_tasks": False,
-        "worker_send_task_events": False,
+        "worker_send_task_events": settings.task_events,
+        "imports": settings.worker_imports,
     }
 
 

@@ -19,6 +19,9 @@ from workers.app import make_app
 from workers.payload import queue_for
 from workers.settings import Settings
 
+logger = logging.getLogger("tokenmill.worker")
+
+EXIT_CONFIGURATION = 78
 _PR_SET_PDEATHSIG = 1
 
 
@@ -27,6 +30,15 @@ def run_process(settings: Settings) -> int:
     quieten()
     app = make_app(settings)
     app.set_current()
+    try:
+        app.loader.import_default_modules()
+    except ImportError as exc:
+        logger.critical(
+            "The worker cannot start: worker_imports (TOKENMILL_WORKER_IMPORTS): %s. "
+            "Install that module, or start the worker in the folder that holds it",
+            exc,
+        )
+        return EXIT_CONFIGURATION
     worker = app.Worker(
         hostname=f"tokenmill-{os.getpid()}@{settings.worker_name}",
         concurrency=settings.engine_config.max_num_seqs,

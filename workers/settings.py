@@ -158,6 +158,17 @@ class Settings(BaseSettings):
         6.0, gt=0, le=3600, description="a worker whose heartbeat has not moved for so long counts as dead"
     )
     sample_interval_s: float = Field(5.0, gt=0, le=3600, description="between two rows of engine statistics")
+    worker_imports: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="modules that a worker imports when it starts, separated by commas: signal handlers and tasks of "
+        "your own, see celery.md",
+    )
+    task_events: bool = Field(
+        False, description="send Celery's task events from the start; Flower turns them on by itself"
+    )
+    track_started: bool = Field(
+        False, description="store Celery's state STARTED when a job starts, one more write to Redis for each"
+    )
     metrics_port: int | None = Field(
         None,
         ge=1,
@@ -321,7 +332,7 @@ class Settings(BaseSettings):
         # The supervisor hands settings to its processes as JSON, through a pipe.
         return [secret.get_secret_value() for secret in value]
 
-    @field_validator("models", "callback_hosts", "callback_secrets", mode="before")
+    @field_validator("models", "worker_imports", "callback_hosts", "callback_secrets", mode="before")
     @classmethod
     def _comma_list(cls, value: Any) -> Any:
         return (
