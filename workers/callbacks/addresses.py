@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from backend.api import TokenmillError
 
@@ -33,12 +35,35 @@ class RefusedAddressError(TokenmillError):
 async def resolve(host: str, port: int) -> list[str]:
     """The system's answer, without doubles.
 
+    Each look-up has a thread of its own: one that hangs must hold up neither others nor the end of the process.
+
     Raises:
-        OSError: there is none.
+        OSError, UnicodeError: there is none.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def settle(found: list[str], error: Exception | None) -> None:
+        if answer.done():
+            return  # nobody waits any more
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
+
+    def look_up() -> None:
+        found: list[str] = []
+        error: Exception | None = None
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+            found = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        except (OSError, UnicodeError) as exc:
+            error = exc
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, found, error)
+
+    threading.Thread(target=look_up, name="callbacks-dns", daemon=True).start()
+    return await answer
 
 
 def check_addresses(host: str, found: Sequence[str], allow_private: bool) -> list[str]:

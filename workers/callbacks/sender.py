@@ -141,7 +141,7 @@ class CallbackSender:
         self._next_batches = 0.0
         self._fault = ""
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, *, away_s: float = AWAY_S) -> None:
         """Send until ``stop`` is set; then take nothing more and give what is under way a little time."""
         while not stop.is_set():
             self._freed.clear()
@@ -151,7 +151,7 @@ class CallbackSender:
                 look = await asyncio.to_thread(self._look)
             except Exception as exc:  # a sender has no reason to die that others would not have as well
                 self._note_fault(exc)
-                pause_s = AWAY_S
+                pause_s = away_s
             else:
                 self._note_fault(None)
                 for taken in look.taken:
@@ -194,7 +194,7 @@ class CallbackSender:
                 continue
             taken = transaction(self._engine, partial(self._take, host=host, limit=room))
             look.taken += taken
-            look.more |= len(taken) == room
+            look.more |= bool(taken)
             free -= len(taken)
         return look
 
