@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,14 @@ _DRIVERS = {
 }
 
 
-def make_engine(url: str, *, echo: bool = False, pool_size: int = 5) -> Engine:
+def make_engine(
+    url: str, *, echo: bool = False, pool_size: int = 5, idle_in_transaction_s: float | None = None
+) -> Engine:
     """An engine with the settings that Tokenmill relies on. Nothing is connected yet.
+
+    Args:
+        idle_in_transaction_s: PostgreSQL and MariaDB end a transaction, with its locks, in which they have heard
+            nothing for so long. A process that is frozen, or whose host has vanished, holds nobody up for longer.
 
     Raises:
         DatabaseUrlError: the URL is unreadable, its database unsupported or the driver not installed.
@@ -81,6 +88,8 @@ def make_engine(url: str, *, echo: bool = False, pool_size: int = 5) -> Engine:
     except ImportError as exc:
         raise DatabaseUrlError(f"the driver for {redact(url)} is not installed. Run: {hint}") from exc
     event.listen(engine, "handle_error", _name_the_unavailable)
+    if idle_in_transaction_s is not None:
+        event.listen(engine, "connect", _limit_idle(engine, idle_in_transaction_s))
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -169,6 +178,22 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
     if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         connection.execute("PRAGMA journal_mode = WAL")
+
+
+def _limit_idle(engine: Engine, seconds: float) -> Callable[[Any, Any], None]:
+    def configure(connection: Any, _record: Any) -> None:
+        if engine.dialect.name == "postgresql":
+            # Not as an option of the connection, which poolers between us and the server refuse.
+            statement = f"SET idle_in_transaction_session_timeout = {math.ceil(seconds * 1000)}"
+        elif getattr(engine.dialect, "is_mariadb", False):
+            statement = f"SET SESSION idle_transaction_timeout = {math.ceil(seconds)}"
+        else:
+            return
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+        connection.commit()  # a rollback would undo it
+
+    return configure
 
 
 def _begin_sqlite(conn: Connection) -> None:

@@ -107,7 +107,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
         settings = self.settings
         # As Celery's other pools: what must be set up where tasks run listens to it, such as OpenTelemetry.
         worker_process_init.send(sender=None)
-        engine = self._engine = make_engine(settings.database_url)
+        # Who freezes within a transaction must not keep others from its jobs for longer than it takes to be missed.
+        idle_s = settings.dead_after_s / 2
+        engine = self._engine = make_engine(settings.database_url, idle_in_transaction_s=idle_s)
         check_schema(engine)
         row = new_worker(settings)
         transaction(engine, partial(register_worker, worker=row))

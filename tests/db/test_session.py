@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -127,6 +128,31 @@ def test_a_deadlock_is_resolved_by_doing_it_again(db, kind):
     with db.connect() as conn:
         assert conn.scalars(select(Job.priority)).all() == [5, 5]
     assert len(tries) == (2 if kind == "sqlite" else 3)
+
+
+def test_a_transaction_that_falls_silent_loses_its_locks(db, kind):
+    """As of a process that is frozen. SQLite has nobody who could end it."""
+    if kind == "sqlite":
+        make_engine(str(db.url), idle_in_transaction_s=1).connect().close()  # is harmless
+        return
+    add_jobs(db, "a")
+    url = db.url.render_as_string(hide_password=False)
+    silent = make_engine(url, idle_in_transaction_s=0.5)
+    rename = text("UPDATE job SET tenant = :name WHERE id = 'a'")
+    conn = silent.connect()
+    for _ in range(2):  # the limit holds for every transaction of the connection
+        conn.rollback()
+        conn.execute(rename, {"name": "silent"})
+    began = time.monotonic()
+    transaction(db, lambda other: other.execute(rename, {"name": "other"}))
+    assert time.monotonic() - began < 10
+    with pytest.raises(DatabaseUnavailableError) as caught:
+        conn.execute(rename, {"name": "late"})
+    assert classify(caught.value) is Fault.AWAY
+    conn.close()
+    with silent.connect() as conn:
+        assert conn.scalar(select(Job.tenant)) == "other"
+    silent.dispose()
 
 
 def test_a_lock_that_never_comes_free_is_reported_as_such(tmp_path):
