@@ -27,6 +27,7 @@ from sqlalchemy import Connection, select
 from backend.api import ConfigurationError, RequestError, check_text
 from models_db import batches, jobs
 from models_db.batches import BatchProgress, EndedLine
+from models_db.callbacks import NewCallback, insert_batch_callback
 from models_db.errors import UnknownBatchError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, Job, JobState
@@ -241,19 +242,31 @@ class BulkRunner:
         self._next_republish = clock() + _REPUBLISH_S
         self._look_cost_s = 0.0
 
-    def create(self, name: str, source: BulkSource, *, deadline_s: float | None = None) -> str:
+    def create(
+        self,
+        name: str,
+        source: BulkSource,
+        *,
+        deadline_s: float | None = None,
+        callback: NewCallback | None = None,
+    ) -> str:
         """Make the batch's row; returns its id.
 
         Args:
             deadline_s: what has not ended after so many seconds expires.
+            callback: told when the whole batch has ended.
         """
         deadline_at = None if deadline_s is None else self._now() + timedelta(seconds=deadline_s)
-        return transaction(
-            self._engine,
-            lambda conn: batches.create_batch(
+
+        def make(conn: Connection) -> str:
+            batch_id = batches.create_batch(
                 conn, name=name, source=source.to_json(), total=source.lines, deadline_at=deadline_at
-            ),
-        )
+            )
+            if callback is not None:
+                insert_batch_callback(conn, batch_id, callback)
+            return batch_id
+
+        return transaction(self._engine, make)
 
     def run(self, batch_id: str, source: BulkSource, file: IO[bytes]) -> BatchProgress:
         """Feed what has not been fed yet and watch until every job has ended.

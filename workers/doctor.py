@@ -55,6 +55,7 @@ def examine(
         yield Finding("settings", Health.WARNING, f"{variable} is no setting", f"Did you mean {meant}?")
     yield from _redis(settings, broker or Broker(settings.broker_url))
     yield from _database(settings)
+    yield from _callbacks(settings)
     yield from _model(settings)
 
 
@@ -134,6 +135,35 @@ def _database(settings: Settings) -> Iterator[Finding]:
             )
     finally:
         engine.dispose()
+
+
+def _callbacks(settings: Settings) -> Iterator[Finding]:
+    if not settings.callback_hosts:
+        return  # off, as most fleets want it
+    yield Finding("callbacks", Health.OK, f"to {', '.join(settings.callback_hosts)}")
+    if settings.callback_sender:
+        if not settings.callback_secrets:
+            yield Finding(
+                "callbacks",
+                Health.BROKEN,
+                "there is no secret to sign them with: a worker does not start with these settings",
+                "TOKENMILL_CALLBACK_SECRETS=$(tokenmill callbacks secret), or TOKENMILL_CALLBACK_SENDER=false",
+            )
+        if importlib.util.find_spec("httpcore2") is None:
+            yield Finding(
+                "callbacks",
+                Health.WARNING,
+                "the library that sends them is not installed: this host can submit jobs, but not run a worker",
+                "pip install 'tokenmill[callbacks]'",
+            )
+    risks = {
+        "callback_allow_private": "whoever may submit can send requests into this network",
+        "callback_allow_http": "callbacks travel unencrypted",
+    }
+    for name, risk in risks.items():
+        if getattr(settings, name):
+            variable = f"TOKENMILL_{name.upper()}"
+            yield Finding("callbacks", Health.WARNING, f"{variable} is on: {risk}", f"Unset {variable}")
 
 
 def _model(settings: Settings) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, select
 
 from backend.api import Backend, BackendStats, TokenmillError
 from models_db.base import utcnow
+from models_db.callbacks import callback_counts
 from models_db.errors import WriterStoppedError
 from models_db.faults import summary
 from models_db.jobs import cancelled_running
@@ -32,6 +33,7 @@ from workers.settings import Settings
 logger = get_logger(__name__)
 
 _LONGEST_START_S = 600.0
+_COUNT_TIMEOUT_S = 2.0
 _ROLL_UP_EVERY_S = 60.0
 _ROLL_UP_AT_ONCE = timedelta(minutes=10)  # so that the database thread is soon back
 
@@ -153,6 +155,7 @@ class Incarnation:
                 info=info,
                 stats=backend.stats,
                 database=lambda: (db.healthy, db.pending),
+                callbacks=self._callbacks,
             )
 
     def draining(self) -> None:
@@ -242,6 +245,15 @@ class Incarnation:
         if sample := self._sampler.sample(self._clock(), self._backend.stats()):
             with suppress(WriterStoppedError):
                 self._db.sample(sample)
+
+    def _callbacks(self) -> Mapping[str, int] | None:
+        """For the metrics, on their thread; ``None`` where there are none, or the database has no time for it."""
+        if not self._settings.callback_hosts or self._db is None or not self._db.healthy:
+            return None
+        try:
+            return self._db.call(callback_counts).result(_COUNT_TIMEOUT_S)
+        except Exception:  # a scrape without these numbers is better than none
+            return None
 
     def _roll_up(self, *, with_present: bool = False) -> None:
         """Every worker offers this each minute, and the first one does it for all."""

@@ -6,7 +6,7 @@ with what a request brings, such as a tenant or an id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from backend.api import BackendInfo, BackendStats, ConfigurationError
@@ -35,6 +35,8 @@ class MetricsServer:
 
     Args:
         healthy: whether the database answers, and how many operations wait for it.
+        callbacks: how many callbacks of the whole fleet are due and have failed, or ``None`` when that is not known
+            now.
 
     Raises:
         ConfigurationError: prometheus-client is not installed, or the address cannot be listened on.
@@ -49,6 +51,7 @@ class MetricsServer:
         info: BackendInfo,
         stats: Callable[[], BackendStats],
         database: Callable[[], tuple[bool, int]],
+        callbacks: Callable[[], Mapping[str, int] | None] = lambda: None,
     ) -> None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
@@ -59,7 +62,7 @@ class MetricsServer:
             ) from exc
         registry = CollectorRegistry()
         labels = {"worker": worker, "model": info.model, "device": info.device}
-        registry.register(_Collector(labels, info.slots, stats, database))
+        registry.register(_Collector(labels, info.slots, stats, database, callbacks))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as exc:
@@ -89,11 +92,13 @@ class _Collector:
         slots: int,
         stats: Callable[[], BackendStats],
         database: Callable[[], tuple[bool, int]],
+        callbacks: Callable[[], Mapping[str, int] | None],
     ) -> None:
         self._labels = labels
         self._slots = slots
         self._stats = stats
         self._database = database
+        self._callbacks = callbacks
 
     def collect(self) -> Iterator[Any]:
         """See ``prometheus_client.registry.Collector``."""
@@ -117,3 +122,8 @@ class _Collector:
             GaugeMetricFamily, "database_up", "whether the database answered last time", int(healthy)
         )
         yield metric(GaugeMetricFamily, "database_pending", "operations that wait for the database", pending)
+        counts = self._callbacks() or {}
+        for state, about in (("due", "to be sent, now or again later"), ("failed", "given up")):
+            if state in counts:
+                about = f"callbacks of the fleet that are {about}; the same from every worker"
+                yield metric(GaugeMetricFamily, f"callbacks_{state}", about, counts[state])

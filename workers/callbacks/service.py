@@ -112,3 +112,10 @@ def run_sender(
 
     asyncio.run(main())
     return sender
+
+
+def log_to_terminal(level: str) -> None:
+    """Show what a sender says, where nothing else has set logging up."""
+    logging.basicConfig(
+        level=level.upper(), format="[%(asctime)s: %(levelname)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )

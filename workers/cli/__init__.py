@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import bench, bulk, db, demo, doctor, job, serve, stats, submit, top, worker
+from workers.cli import bench, bulk, callbacks, db, demo, doctor, job, serve, stats, submit, top, worker
 from workers.cli.common import EXIT_CODES, CommandGroup
 
 app = typer.Typer(
@@ -54,6 +54,7 @@ submit.add_to(app)
 app.add_typer(bulk.app, name="bulk")
 serve.add_to(app)
 job.add_to(app)
+app.add_typer(callbacks.app, name="callbacks")
 stats.add_to(app)
 top.add_to(app)
 app.add_typer(db.app, name="db")

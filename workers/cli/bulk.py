@@ -150,6 +150,15 @@ def run(
             show_default=False,
         ),
     ] = None,
+    callback_url: Annotated[
+        str | None,
+        typer.Option(
+            "--callback-url",
+            help="Told by one signed request when the whole batch has ended; its host must be in "
+            "TOKENMILL_CALLBACK_HOSTS.",
+            show_default=False,
+        ),
+    ] = None,
     wait: Annotated[
         bool,
         typer.Option("--wait/--no-wait", help="Wait and write the answers, or only submit and print the id."),
@@ -186,6 +195,7 @@ def run(
     from workers.bulk_export import check_output
     from workers.bulk_formats import FORMATS, Shape, guess_format
     from workers.bulk_input import LineOptions
+    from workers.callbacks.wanted import new_callback
     from workers.client import Client
     from workers.interrupt import Interruptible
 
@@ -194,6 +204,7 @@ def run(
             raise RequestError("is needed", field="--output", fix="Name a file, or give --no-wait")
         check_output(output, None if source == "-" else Path(source))
     deadline_s = None if deadline is None else seconds_of(deadline, "--deadline")
+    callback = None if callback_url is None else new_callback(callback_url, settings, field="--callback-url")
     given = {"model": model or settings.model, "max_tokens": max_tokens, "temperature": temperature}
     defaults = params_from(param or []) | {key: value for key, value in given.items() if value is not None}
     options = LineOptions(
@@ -230,7 +241,9 @@ def run(
             )
         with Interruptible() as signals:
             runner, show = runner_for(client, in_flight, signals)
-            batch_id = runner.create(name or Path(source).name, made, deadline_s=deadline_s)
+            batch_id = runner.create(
+                name or Path(source).name, made, deadline_s=deadline_s, callback=callback
+            )
             count = "1 line" if made.lines == 1 else f"{made.lines:,} lines"
             notice(f"Batch {batch_id}: {count} for {defaults['model']}.")
             if wait:

@@ -53,6 +53,14 @@ def submit(
         str | None,
         typer.Option("--idempotency-key", help="The same key gives the same job.", show_default=False),
     ] = None,
+    callback_url: Annotated[
+        str | None,
+        typer.Option(
+            "--callback-url",
+            help="Told by a signed request when the job has ended; its host must be in TOKENMILL_CALLBACK_HOSTS.",
+            show_default=False,
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the answer and print it.")] = True,
     timeout: Annotated[
         float | None, typer.Option("--timeout", help="Wait at most so many seconds.", show_default=False)
@@ -76,7 +84,12 @@ def submit(
     settings = settings_from(broker_url=broker_url, database_url=database_url)
     text = sys.stdin.read() if prompt == "-" else prompt
     fields: dict[str, Any] = params_from(param or [])
-    given = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    given = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "callback_url": callback_url,
+    }
     fields |= {name: value for name, value in given.items() if value is not None}
     if system is not None and not chat:
         raise RequestError("needs the chat template", field="--system", fix="Leave --no-chat away")

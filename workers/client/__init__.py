@@ -14,6 +14,7 @@ client has Redis alone: it can submit, and the worker writes the row, but status
 idempotency keys are refused, and what Redis loses before a worker has it is lost.
 """
 
+from workers.callbacks.signing import CallbackSignatureError, verify_callback
 from workers.client.aio import AsyncClient, AsyncJobHandle
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
 from workers.client.streaming import StreamTimeoutError
@@ -23,6 +24,7 @@ from workers.streams import StreamEnd, StreamEvent
 __all__ = [
     "AsyncClient",
     "AsyncJobHandle",
+    "CallbackSignatureError",
     "Client",
     "JobFailedError",
     "JobHandle",
@@ -33,4 +35,5 @@ __all__ = [
     "StreamTimeoutError",
     "Submission",
     "WaitTimeoutError",
+    "verify_callback",
 ]

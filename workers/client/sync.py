@@ -142,7 +142,7 @@ class Client:
             token_ids: the prompt as token ids.
             model: the served model; the settings' own when unset.
             idempotency_key: the same key gives the same job, however often it is submitted.
-            params: any other field of the payload: ``max_tokens``, ``temperature``, ``priority``, … (see
+            params: any other field of the payload: ``max_tokens``, ``priority``, ``callback_url``, … (see
                 ``workers.payload.GeneratePayload``).
 
         Raises:
