@@ -1,7 +1,8 @@
 """Who waits and who runs, for backends that leave batching to someone else or need none.
 
-Waiting rows are admitted into a fixed number of slots by priority, then arrival. Cancels, deadlines and a
-shutdown end a row early, whether it waits or runs. Nothing here locks: the owner calls under its own lock and
+Waiting rows are admitted into a fixed number of slots by priority, then arrival; nobody loses a slot once it has one.
+A slot that becomes free while bulk runs in fewer than its share of them goes to bulk first. Cancels, deadlines and
+a shutdown end a row early, whether it waits or runs. Nothing here locks: the owner calls under its own lock and
 delivers outcomes after releasing it, because a caller's done-callback may call the backend again.
 """
 
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from backend.api import EngineDeadError, FinishReason, GenerationHandle, QueueFullError
+from backend.config import BULK_PRIORITY
+from backend.waiting import WaitingLine
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,11 @@ class Row:
         seconds = self.handle.request.deadline_s
         return None if seconds is None else self.submitted + seconds
 
+    @property
+    def is_bulk(self) -> bool:
+        """Whether it is bulk work."""
+        return self.handle.request.priority >= BULK_PRIORITY
+
 
 R = TypeVar("R", bound=Row)
 _Entry = TypeVar("_Entry", bound=tuple[float, int, Row])
@@ -44,16 +52,23 @@ _Entry = TypeVar("_Entry", bound=tuple[float, int, Row])
 class Admission(Generic[R]):
     """The slots, and the queue before them."""
 
-    def __init__(self, *, slots: int, max_waiting: int) -> None:
+    def __init__(self, *, slots: int, max_waiting: int, min_bulk: int = 0) -> None:
         self.running: list[R] = []
-        self.num_waiting = 0
         self._slots = slots
         self._max_waiting = max_waiting
+        self._min_bulk = min_bulk
+        self._num_bulk = 0  # of those that run
         self._order = itertools.count()
-        # Heaps, which may hold ended rows until those come to the top or are most of what there is.
-        self._waiting: list[tuple[float, int, R]] = []
+        self._urgent: WaitingLine[R] = WaitingLine(lambda row: not row.done)
+        self._bulk: WaitingLine[R] = WaitingLine(lambda row: not row.done)
+        # A heap, which may hold ended rows until those come to the top or are most of what there is.
         self._deadlines: list[tuple[float, int, R]] = []
         self._cancels: deque[R] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for a slot."""
+        return len(self._urgent) + len(self._bulk)
 
     def add(self, row: R) -> None:
         """Queue a row.
@@ -66,8 +81,7 @@ class Admission(Generic[R]):
                 f"{self.num_waiting} requests wait already", fix="Submit again later, or raise max_waiting"
             )
         number = next(self._order)
-        heapq.heappush(self._waiting, (row.handle.request.priority, number, row))
-        self.num_waiting += 1
+        self._line(row).push(row.handle.request.priority, number, row)
         if row.deadline is not None:
             heapq.heappush(self._deadlines, (row.deadline, number, row))
 
@@ -87,22 +101,20 @@ class Admission(Generic[R]):
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
             self._end(heapq.heappop(self._deadlines)[2], FinishReason.DEADLINE, ended)
         if stop_at is not None and now >= stop_at:
-            for row in [row for _, _, row in self._waiting] + self.running:
+            for row in [*self._urgent, *self._bulk, *self.running]:
                 self._end(row, FinishReason.CANCELLED, ended)
-        self._waiting = _without_ended(self._waiting, len(self))
         self._deadlines = _without_ended(self._deadlines, len(self))
         return ended
 
     def admit(self, now: float) -> list[R]:
         """Fill free slots; the rows that got one."""
         admitted: list[R] = []
-        while self._waiting and len(self.running) < self._slots:
-            row = heapq.heappop(self._waiting)[2]
-            if row.done:
-                continue
+        while self.num_waiting and len(self.running) < self._slots:
+            owed = len(self._bulk) > 0 and self._num_bulk < self._min_bulk
+            row = (self._bulk if owed or not self._urgent else self._urgent).pop()
             row.started = now
             row.handle.started = True
-            self.num_waiting -= 1
+            self._num_bulk += row.is_bulk
             self.running.append(row)
             admitted.append(row)
         return admitted
@@ -111,13 +123,16 @@ class Admission(Generic[R]):
         """Give the slot of a row back that has come to its end."""
         row.done = True
         self.running.remove(row)
+        self._num_bulk -= row.is_bulk
 
     def abandon(self) -> list[R]:
         """Take every row out."""
-        lost = [*self.running, *(row for _, _, row in self._waiting if not row.done)]
+        lost = [*self.running, *self._urgent, *self._bulk]
         for row in lost:
             row.done = True
-        self.running, self._waiting, self._deadlines, self.num_waiting = [], [], [], 0
+        self.running, self._deadlines, self._num_bulk = [], [], 0
+        self._urgent.clear()
+        self._bulk.clear()
         return lost
 
     def __len__(self) -> int:
@@ -128,12 +143,15 @@ class Admission(Generic[R]):
         """The soonest moment at which ``end_early`` has something to do; infinite when there is none."""
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
+    def _line(self, row: R) -> WaitingLine[R]:
+        return self._bulk if row.is_bulk else self._urgent
+
     def _end(self, row: R, reason: FinishReason, ended: list[tuple[R, FinishReason]]) -> None:
         if row.done:
             return
         if row.started is None:
             row.done = True
-            self.num_waiting -= 1
+            self._line(row).drop()
         else:
             self.finish(row)
         ended.append((row, reason))

@@ -269,6 +269,7 @@ def make_core(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_penalty_tokens=_penalty_tokens(config, max_model_len),
         prefix_cache=config.prefix_cache,
+        min_bulk_seqs=config.min_bulk_seqs,
     )
     streams.join_others()  # weights, cache and buffers were made on the default stream
     return EngineCore(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from backend.api import ConfigurationError
+
+# Requests of this priority and beyond are bulk work; what is more urgent goes before them.
+BULK_PRIORITY = 6
 
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
@@ -37,6 +41,13 @@ class EngineConfig(BaseModel):
     )
 
     max_num_seqs: int = Field(32, ge=1, le=4096, description="requests that run at once (slots)")
+    bulk_min_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the slots, and of a step's tokens, that bulk (priority 6 to 9) keeps while more urgent "
+        "requests wait; rounded up, but below 1 it leaves them a slot. A worker's own share when unset",
+    )
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
@@ -74,6 +85,12 @@ class EngineConfig(BaseModel):
     echo_tokens_per_s: float | None = Field(
         None, gt=0, description="speed of the echo backend, a request; unlimited when unset"
     )
+
+    @property
+    def min_bulk_seqs(self) -> int:
+        """The slots that bulk keeps."""
+        share = math.ceil(self.max_num_seqs * self.bulk_min_share)
+        return share if self.bulk_min_share == 1 else min(share, self.max_num_seqs - 1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -170,7 +170,9 @@ class EchoBackend:
         self._before_step = before_step
         self._model_len = config.max_model_len or DEFAULT_MODEL_LEN
         self._changed = threading.Condition()  # guards everything below
-        self._rows: Admission[_EchoRow] = Admission(slots=config.max_num_seqs, max_waiting=config.max_waiting)
+        self._rows: Admission[_EchoRow] = Admission(
+            slots=config.max_num_seqs, max_waiting=config.max_waiting, min_bulk=config.min_bulk_seqs
+        )
         self._life = Lifecycle(self.name)
         self._thread: threading.Thread | None = None
         self._started_at: float | None = None

@@ -6,13 +6,15 @@ The engine thread is the only caller.
 
 from __future__ import annotations
 
-import heapq
 import sys
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from backend.blocks import BlockAllocator
+from backend.config import BULK_PRIORITY
 from backend.sequence import Sequence, Status
+from backend.waiting import WaitingLine
 
 
 @dataclass(slots=True)
@@ -52,12 +54,25 @@ def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.priority, sequence.number
 
 
+def _waits(sequence: Sequence) -> bool:
+    return sequence.status is Status.WAITING
+
+
+def _is_bulk(sequence: Sequence) -> bool:
+    return sequence.priority >= BULK_PRIORITY
+
+
 class Scheduler:
     """Holds the waiting and the running sequences and plans steps over them.
 
-    The running list is kept in order of (priority, arrival), so the one to preempt is always its last and a plan
-    never has to be undone: whoever is scheduled first is preempted last. The best sequence therefore always
-    advances, and every request that fits the cache alone terminates.
+    The running list is kept in order of rank, so the one to preempt is always its last and a plan never has to be
+    undone: whoever is scheduled first is preempted last. The best sequence therefore always advances, and every
+    request that fits the cache alone terminates.
+
+    Rank is (priority, arrival), except that the best ``min_bulk_seqs`` of the bulk sequences that run are *kept*:
+    they rank before all others, so that nobody takes their rows or blocks. While fewer of them run, a row that
+    becomes free goes to bulk first. As rows become free in bounded time, bulk waits for a bounded time, however
+    much is urgent; and an urgent sequence is never behind more than those few.
     """
 
     def __init__(
@@ -69,6 +84,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_penalty_tokens: int | None = None,
         prefix_cache: bool = True,
+        min_bulk_seqs: int = 0,
     ) -> None:
         self._allocator = allocator
         self._block_size = block_size
@@ -76,11 +92,14 @@ class Scheduler:
         # Known tokens of the sequences with penalties that are admitted in one step: a slot holds no more.
         self._max_penalty_tokens = sys.maxsize if max_penalty_tokens is None else max_penalty_tokens
         self._prefix_cache = prefix_cache
-        # A heap; ended entries are dropped when they surface, or when they are most of it.
-        self._waiting: list[tuple[int, int, Sequence]] = []
-        self._num_waiting = 0
+        self._min_bulk = min_bulk_seqs
+        # Tokens of known text that kept bulk may compute in a step in which urgent text waits to be computed.
+        self._bulk_tokens = max(1, max_num_batched_tokens * min_bulk_seqs // max_num_seqs)
+        self._urgent: WaitingLine[Sequence] = WaitingLine(_waits)
+        self._bulk: WaitingLine[Sequence] = WaitingLine(_waits)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
+        self._num_bulk = 0  # of those that run
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -88,34 +107,35 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row, preempted ones included."""
-        return self._num_waiting
+        return len(self._urgent) + len(self._bulk)
+
+    def waiting(self) -> Iterator[Sequence]:
+        """The sequences that wait, in no order."""
+        yield from self._urgent
+        yield from self._bulk
 
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return self._num_waiting > 0 or bool(self.running)
+        return self.num_waiting > 0 or bool(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or preempted."""
         sequence.status = Status.WAITING
-        heapq.heappush(self._waiting, (sequence.priority, sequence.number, sequence))
-        self._num_waiting += 1
+        self._line(sequence).push(sequence.priority, sequence.number, sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give back its row and blocks. Called once a sequence."""
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self._give_back(sequence)
-        elif sequence.status is Status.WAITING:
-            self._num_waiting -= 1
-        sequence.status = Status.FINISHED
-        if len(self._waiting) > 2 * self._num_waiting + 64:
-            # Most entries have ended, and may stay below the top for as long as something more urgent waits.
-            self._waiting = [entry for entry in self._waiting if entry[2].status is Status.WAITING]
-            heapq.heapify(self._waiting)
+        before, sequence.status = sequence.status, Status.FINISHED
+        if before is Status.RUNNING:
+            self._leave(sequence)
+        elif before is Status.WAITING:
+            self._line(sequence).drop()
 
     def abandon(self) -> None:
         """Forget every sequence; nothing can be scheduled afterwards."""
-        self.running, self._waiting, self._num_waiting = [], [], 0
+        self.running, self._num_bulk = [], 0
+        self._urgent.clear()
+        self._bulk.clear()
 
     def register_outputs(self, sequence: Sequence) -> None:
         """Tell the prefix cache of blocks that have filled up with tokens that are known by now."""
@@ -128,7 +148,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or ``None`` when nothing can run before an earlier step retires."""
-        self._make_room_for_urgent()
+        owed = min(len(self._free_rows), len(self._bulk), max(0, self._min_bulk - self._num_bulk))
+        self._make_room_for_urgent(owed)
         plan = StepPlan()
         prefills = StepPlan()
         budget = self._max_tokens
@@ -136,6 +157,12 @@ class Scheduler:
         left = [len(s.prompt_ids) + len(s.output_ids) + s.in_flight - s.num_computed for s in self.running]
         decoding = left.count(1)
         block_size = self._block_size
+        kept = self._num_kept
+        # Where urgent text waits to be computed, bulk's text gets a share of the step, and what that leaves.
+        contended = self._min_bulk > 0 and self._has_urgent_text(left)
+        allowance = self._bulk_tokens
+        spared = int(contended and owed > 0)
+        held: list[tuple[Sequence, int]] = []  # kept bulk: first in line for blocks, last for tokens
 
         # One pass, best first. The list may shrink at its end while it is walked.
         index = 0
@@ -150,22 +177,41 @@ class Scheduler:
                 if fits or self._grow(sequence, 1, index) == 1:
                     plan.add(sequence, sequence.num_computed, 1, samples=True)
                     budget -= 1
-            elif budget - decoding > 0:
-                length = self._grow(sequence, min(remaining, budget - decoding), index)
-                if length > 0:
+            elif budget - decoding - spared > 0:
+                length = min(remaining, budget - decoding - spared)
+                if contended and index <= kept:
+                    length = self._grow(sequence, min(length, allowance), index)
+                    held.append((sequence, length))
+                    allowance -= length
+                elif (length := self._grow(sequence, length, index)) > 0:
                     self._add_prefill(prefills, sequence, length)
-                    budget -= length
+                budget -= length
         for sequence in plan.sequences:
             sequence.num_computed += 1
         plan.num_decode = len(plan.sequences)
 
         penalty_room = self._max_penalty_tokens
-        while budget > 0 and (admitted := self._admit(budget, penalty_room, now)) is not None:
-            sequence, length = admitted
-            self._add_prefill(prefills, sequence, length)
+        while budget > 0 and (candidate := self._next_to_admit(owed)) is not None:
+            bulk = _is_bulk(candidate)
+            if bulk and held and owed <= 0:
+                budget = self._compute_held(prefills, held, budget)  # before bulk that is nothing more
+                continue
+            length = self._admit(
+                candidate,
+                min(budget, max(1, allowance)) if contended and owed > 0 else budget,
+                penalty_room,
+                now,
+            )
+            if length == 0:
+                break
+            self._add_prefill(prefills, candidate, length)
             budget -= length
-            if sequence.sampling.uses_penalties:
-                penalty_room -= sequence.num_known
+            if bulk:
+                owed -= 1
+                allowance -= length
+            if candidate.sampling.uses_penalties:
+                penalty_room -= candidate.num_known
+        self._compute_held(prefills, held, budget)
         plan.extend(prefills)
         return plan if plan.sequences else None
 
@@ -178,6 +224,26 @@ class Scheduler:
         sequence.num_computed = start + length
         prefills.add(sequence, start, length, samples=sequence.num_computed == sequence.num_known)
         self.register_outputs(sequence)
+
+    def _has_urgent_text(self, left: list[int]) -> bool:
+        """Whether known tokens of urgent sequences, waiting or running, are still to be computed."""
+        kept = self._num_kept
+        end = len(left) - (self._num_bulk - kept)
+        return len(self._urgent) > 0 or any(left[index] > 1 for index in range(kept, end))
+
+    def _compute_held(self, prefills: StepPlan, held: list[tuple[Sequence, int]], budget: int) -> int:
+        """Add the rows of kept bulk with the tokens held for them, and what is left of the budget.
+
+        Returns what is left then. Nobody is preempted for the tokens beyond those that were held.
+        """
+        for sequence, length in held:
+            more = min(sequence.num_known - sequence.num_computed - length, budget)
+            total = self._grow(sequence, length + more, len(self.running))
+            if total > 0:
+                self._add_prefill(prefills, sequence, total)
+            budget -= total - length
+        held.clear()
+        return budget
 
     def _grow(self, sequence: Sequence, length: int, index: int) -> int:
         """Give ``sequence`` blocks for up to ``length`` more tokens, at the cost of those after ``index``.
@@ -198,12 +264,45 @@ class Scheduler:
         return min(room, length)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._give_back(sequence)
+        self._leave(sequence)
         sequence.num_computed = 0
         sequence.preemptions += 1
         self.num_preemptions += 1
         self.add(sequence)
+
+    @property
+    def _num_kept(self) -> int:
+        """How many sequences at the beginning of the running list are kept bulk."""
+        return min(self._num_bulk, self._min_bulk)
+
+    def _join(self, sequence: Sequence) -> None:
+        """Insert into the running list, by rank."""
+        kept = self._num_kept
+        rest = len(self.running) - (self._num_bulk - kept)  # where the bulk begins that is not kept
+        if not _is_bulk(sequence):
+            insort(self.running, sequence, kept, rest, key=_order)
+            return
+        self._num_bulk += 1
+        if kept < self._min_bulk:
+            insort(self.running, sequence, 0, kept, key=_order)
+        elif kept > 0 and _order(sequence) < _order(self.running[kept - 1]):
+            self.running.insert(rest, self.running[kept - 1])
+            del self.running[kept - 1]
+            insort(self.running, sequence, 0, kept - 1, key=_order)
+        else:
+            insort(self.running, sequence, rest, key=_order)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take out of the running list; the best of the other bulk is kept in place of one that was."""
+        kept = self._num_kept
+        index = self.running.index(sequence)
+        del self.running[index]
+        if _is_bulk(sequence):
+            if index < kept < self._num_bulk:
+                rest = len(self.running) - (self._num_bulk - kept)
+                self.running.insert(kept - 1, self.running.pop(rest))
+            self._num_bulk -= 1
+        self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         self._allocator.release(sequence.blocks)
@@ -212,38 +311,53 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = -1
 
-    def _peek(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][2].status is not Status.WAITING:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][2] if self._waiting else None
+    def _line(self, sequence: Sequence) -> WaitingLine[Sequence]:
+        return self._bulk if _is_bulk(sequence) else self._urgent
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _make_room_for_urgent(self) -> None:
-        """Preempt the least urgent sequence while a strictly more urgent one waits for its row or blocks."""
-        head = self._peek()
-        if head is None or head.in_flight:
-            return
-        while self.running and self.running[-1].priority > head.priority:
-            if self._free_rows and self._allocator.num_free >= self._blocks_for(head.num_known) + len(
-                self.running
-            ):
-                return
-            self._preempt(self.running[-1])
+    def _make_room_for_urgent(self, owed: int) -> None:
+        """Preempt the least urgent while strictly more urgent ones wait for their rows or blocks.
 
-    def _admit(self, budget: int, penalty_room: int, now: float) -> tuple[Sequence, int] | None:
-        """Move the best waiting sequence into the batch, or ``None`` when it does not fit now.
+        This goes for as many as a step can take in. ``owed`` rows are not theirs.
+        """
+        line = self._urgent or self._bulk
+        head = line.peek()
+        if head is None or not self._may_preempt(head):
+            return
+        rows, blocks, tokens = owed, 0, 0
+        for waiting in line.first(len(self.running)):
+            if waiting.in_flight or tokens >= self._max_tokens:
+                return
+            rows += 1
+            blocks += self._blocks_for(waiting.num_known)
+            tokens += waiting.num_known
+            while len(self._free_rows) < rows or self._allocator.num_free < blocks + len(self.running):
+                if not self._may_preempt(waiting):
+                    return
+                self._preempt(self.running[-1])
+
+    def _may_preempt(self, head: Sequence) -> bool:
+        """Whether the last of the running may be preempted for ``head``: less urgent, and not kept from it."""
+        if not self.running or self.running[-1].priority <= head.priority:
+            return False
+        return _is_bulk(head) or not _is_bulk(self.running[-1]) or self._num_bulk > self._min_bulk
+
+    def _next_to_admit(self, owed: int) -> Sequence | None:
+        """Who gets the next free row: bulk if that is owed to it, else the most urgent."""
+        first, second = (self._bulk, self._urgent) if owed > 0 else (self._urgent, self._bulk)
+        return first.peek() or second.peek() if self._free_rows else None
+
+    def _admit(self, sequence: Sequence, budget: int, penalty_room: int, now: float) -> int:
+        """Move the first of a line into the batch; how many tokens it computes, 0 when it does not fit now.
 
         All blocks for its known tokens must be free, and one more for each running sequence, so that an admission
         is not followed at once by a preemption. Nothing overtakes it: a large request is not starved by small ones.
         """
-        sequence = self._peek()
         # A preempted sequence keeps the token it has in flight, and comes back when that has retired.
-        if sequence is None or not self._free_rows or sequence.in_flight:
-            return None
-        if sequence.sampling.uses_penalties and sequence.num_known > penalty_room:
-            return None
+        if sequence.in_flight or (sequence.sampling.uses_penalties and sequence.num_known > penalty_room):
+            return 0
         shared: list[int] = []
         if self._prefix_cache:
             # At least one token stays to be computed: its logits are needed.
@@ -252,9 +366,8 @@ class Scheduler:
         needed = self._blocks_for(sequence.num_known) - len(shared)
         if self.running and self._allocator.num_free < needed + len(self.running):
             self._allocator.release(shared)
-            return None
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+            return 0
+        self._line(sequence).pop()
         hit = len(shared) * self._block_size
         if sequence.first_scheduled_at is None:
             sequence.first_scheduled_at = now
@@ -269,6 +382,5 @@ class Scheduler:
         sequence.row_filled = False
         sequence.penalties_ready = False
         sequence.status = Status.RUNNING
-        insort(self.running, sequence, key=_order)
-        length = self._grow(sequence, min(sequence.num_known - hit, budget), len(self.running))
-        return sequence, length
+        self._join(sequence)
+        return self._grow(sequence, min(sequence.num_known - hit, budget), len(self.running))

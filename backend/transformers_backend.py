@@ -102,7 +102,9 @@ class TransformersBackend:
         self._load = load or _load_sdpa
         self._start_lock = threading.Lock()
         self._lock = threading.RLock()  # guards everything below
-        self._rows: Admission[_PeerRow] = Admission(slots=config.max_num_seqs, max_waiting=config.max_waiting)
+        self._rows: Admission[_PeerRow] = Admission(
+            slots=config.max_num_seqs, max_waiting=config.max_waiting, min_bulk=config.min_bulk_seqs
+        )
         self._by_key: dict[str, _PeerRow] = {}
         self._life = Lifecycle(self.name)
         self._keys = itertools.count()

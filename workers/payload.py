@@ -40,6 +40,7 @@ from backend.api import (
     check_text,
     request_error_from,
 )
+from backend.config import BULK_PRIORITY as BULK_PRIORITY
 from workers.callbacks.urls import MAX_URL, CallbackRules, check_callback_url
 from workers.settings import Settings
 
@@ -47,7 +48,6 @@ TASK_NAME = "tokenmill.generate"
 PAYLOAD_VERSION = 1
 QUEUE_PREFIX = "tokenmill."
 DEFAULT_PRIORITY = 3
-BULK_PRIORITY = 6
 MAX_TASK_ID = 155  # the width of job.id
 
 # Kombu's Redis transport keeps one list a priority step, named with this separator.

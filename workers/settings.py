@@ -196,7 +196,8 @@ class Settings(BaseSettings):
         0.1,
         ge=0,
         le=1,
-        description="share of the slots for which bulk is taken first, however much is urgent",
+        description="share of the slots for which bulk is taken first, from the queue and by the engine, however much "
+        "is urgent",
     )
     max_queue_age_s: float | None = Field(
         None, gt=0, description="a job that waited longer than this for a worker expires; no limit when unset"
@@ -387,10 +388,10 @@ class Settings(BaseSettings):
 
     @property
     def engine_config(self) -> EngineConfig:
-        """The engine's configuration, for the served model unless ``engine.model`` says where that lies."""
-        if "model" in self.engine.model_fields_set:
-            return self.engine
-        return self.engine.model_copy(update={"model": self.model})
+        """The engine's configuration; what is not set there follows the worker's model and share of bulk."""
+        ours = {"model": self.model, "bulk_min_share": self.bulk_min_share}
+        unset = ours.keys() - self.engine.model_fields_set
+        return self.engine.model_copy(update={name: ours[name] for name in unset})
 
     def headroom(self, slots: int) -> int:
         """Deliveries to hold beyond ``slots`` running ones, so that a slot never waits for a commit."""

@@ -19,7 +19,7 @@ from backend.api import (
 )
 from backend.assembly import make_core
 from backend.attention.sdpa import SdpaKernel
-from backend.config import EngineConfig
+from backend.config import BULK_PRIORITY, EngineConfig
 from backend.core import EngineCore
 from backend.kv_cache import KVCache, LayerShape
 from backend.loading import LoadedModel
@@ -178,7 +178,7 @@ class Driver:
         core.allocator.check([s.blocks for s in living])
         running = scheduler.running
         assert all(s.status is Status.RUNNING and not s.finish_reason for s in running)
-        assert [(s.priority, s.number) for s in running] == sorted((s.priority, s.number) for s in running)
+        assert running == ranked(running, self.config.min_bulk_seqs)
         rows = [s.row for s in running] + scheduler._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs))
         waiting = [s for s in living if s.status is Status.WAITING]
@@ -203,6 +203,13 @@ class Driver:
         assert set(self.sink.ended) == {s.number for s in self.sequences}
         assert all(s.in_flight == 0 and not s.blocks for s in self.sequences)
         assert all(slot.plan is None and not slot.sampled for slot in core.slots)
+
+
+def ranked(running: list[Sequence], min_bulk: int) -> list[Sequence]:
+    """In the order in which rows are scheduled: the bulk that is kept, the urgent, the other bulk."""
+    order = sorted(running, key=lambda s: (s.priority, s.number))
+    bulk = [s for s in order if s.priority >= BULK_PRIORITY]
+    return bulk[:min_bulk] + [s for s in order if s.priority < BULK_PRIORITY] + bulk[min_bulk:]
 
 
 def model_driver(

@@ -57,7 +57,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
                 prompt=st.integers(0, PROMPTS - 1),
                 max_tokens=st.integers(1, NEW_TOKENS),
                 step=st.integers(0, 12),
-                priority=st.sampled_from([3, 3, 3, 0, 9]),
+                priority=st.sampled_from([3, 3, 6, 0, 9]),
                 cancel_after=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 20)),
                 deadline_s=st.one_of(st.none(), st.none(), st.none(), st.integers(1, 20)),
             ),

@@ -92,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         lazy=st.booleans(),
         padded=st.booleans(),
+        bulk_min_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
         eos=st.sampled_from(
             [frozenset(), frozenset(), frozenset({0}), frozenset({1, 4})]
         ),  # often long outputs
@@ -106,6 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         lazy: bool,
         padded: bool,
+        bulk_min_share: float,
         eos: frozenset[int],
     ) -> None:
         self.streams = LazyStreams() if lazy else None
@@ -117,6 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=slots,
             max_num_batched_tokens=slots + extra,
             prefix_cache=prefix_cache,
+            bulk_min_share=bulk_min_share,
             eos_ids=eos,
             padded=padded,
         )
@@ -132,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         stops=st.sampled_from([frozenset(), frozenset(), frozenset({7})]),
         penalised=st.booleans(),
         ignore_eos=st.booleans(),
-        priority=st.sampled_from([0, 3, 3, 3, 9]),
+        priority=st.sampled_from([0, 3, 3, 6, 9]),
         deadline_s=st.sampled_from([None, None, None, None, 2, 9, 30]),
         copies=st.sampled_from([1, 1, 2, 4]),
     )

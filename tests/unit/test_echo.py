@@ -313,7 +313,7 @@ def test_cancelled_rows_do_not_pile_up_in_the_queue(make: Make) -> None:
         handle.cancel()
         assert handle.result(WAIT_S).finish_reason is FinishReason.CANCELLED
     assert backend.stats().waiting == 0
-    assert len(backend._rows._waiting) < 100
+    assert len(backend._rows._bulk._heap) < 100
     assert len(backend._rows._deadlines) < 100
 
 

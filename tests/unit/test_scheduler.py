@@ -2,90 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
-from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
-from backend.blocks import BlockAllocator
-from backend.scheduler import Scheduler, StepPlan
-from backend.sequence import Sequence, Status
-
-
-class Desk:
-    """A scheduler with everything around it played by hand."""
-
-    def __init__(
-        self,
-        *,
-        blocks: int = 100,
-        block_size: int = 4,
-        slots: int = 4,
-        tokens: int = 32,
-        penalty_tokens: int | None = None,
-        prefix_cache: bool = False,
-    ) -> None:
-        self.allocator = BlockAllocator(blocks, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(
-            self.allocator,
-            block_size=block_size,
-            max_num_seqs=slots,
-            max_num_batched_tokens=tokens,
-            max_penalty_tokens=penalty_tokens,
-            prefix_cache=prefix_cache,
-        )
-        self._numbers = itertools.count(1)
-        self._next_token = itertools.count(1000)
-
-    def add(
-        self, length: int, *, max_tokens: int = 50, priority: int = 3, first: int = 0, penalty: float = 1.0
-    ) -> Sequence:
-        """Queue a prompt of ``length`` tokens that count up from ``first``."""
-        request = GenerationRequest(
-            request_id="r",
-            prompt=Prompt(token_ids=tuple(range(first, first + length))),
-            sampling=SamplingParams(max_tokens=max_tokens, repetition_penalty=penalty),
-            priority=priority,
-        )
-        sequence = Sequence(
-            request,
-            GenerationHandle(request, lambda: None),
-            list(range(first, first + length)),
-            number=next(self._numbers),
-            seed=0,
-            eos_ids=frozenset(),
-            max_new_tokens=max_tokens,
-            arrived_at=0.0,
-        )
-        self.scheduler.add(sequence)
-        return sequence
-
-    def plan(self) -> StepPlan:
-        """Plan and launch a step."""
-        plan = self.scheduler.schedule(0.0)
-        assert plan is not None
-        for index in plan.sampled:
-            plan.sequences[index].in_flight += 1
-        return plan
-
-    def retire(self, plan: StepPlan) -> None:
-        for index in plan.sampled:
-            sequence = plan.sequences[index]
-            sequence.in_flight -= 1
-            if sequence.status is Status.FINISHED:
-                continue
-            sequence.output_ids.append(next(self._next_token))
-            if len(sequence.output_ids) == sequence.max_new_tokens:
-                self.scheduler.finish(sequence)
-            elif sequence.status is Status.RUNNING:
-                self.scheduler.register_outputs(sequence)
-
-    def step(self) -> StepPlan:
-        """A step that is retired at once."""
-        plan = self.plan()
-        self.retire(plan)
-        return plan
+from backend.scheduler import StepPlan
+from backend.sequence import Status
+from tests.unit.scheduler_desk import Desk
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -283,8 +206,8 @@ def test_ended_requests_that_waited_are_not_kept_behind_urgent_ones() -> None:
         desk.scheduler.finish(desk.add(4, priority=9))
     last = desk.add(4, priority=9)
     assert desk.scheduler.num_waiting == 2
-    assert len(desk.scheduler._waiting) < 100
-    assert last in [entry[2] for entry in desk.scheduler._waiting]
+    assert len(desk.scheduler._bulk._heap) < 100
+    assert last in desk.scheduler.waiting()
 
 
 def test_prefix_hits_are_not_computed_again() -> None:

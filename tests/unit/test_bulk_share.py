@@ -1,0 +1,322 @@
+"""Bulk beside urgent work: urgent requests start at once, and bulk keeps its share of the slots."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.admission import Admission, Row
+from backend.api import GenerationHandle, GenerationRequest, Prompt
+from backend.config import BULK_PRIORITY, EngineConfig
+from backend.sequence import Sequence, Status
+from tests.engine.engine_driver import ranked
+from tests.unit.scheduler_desk import Desk
+from workers.settings import load_settings
+
+BULK, URGENT = 6, 3
+_SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def is_bulk(sequence: Sequence) -> bool:
+    return sequence.priority >= BULK_PRIORITY
+
+
+def bulk_running(desk: Desk) -> int:
+    return sum(map(is_bulk, desk.scheduler.running))
+
+
+# ------------------------------------------------------------------------------------------------ the configuration
+
+
+@pytest.mark.parametrize(
+    ("slots", "share", "kept"),
+    [(32, 0.1, 4), (10, 0.1, 1), (2, 0.9, 1), (1, 0.1, 0), (4, 0, 0), (4, 1, 4), (1, 1, 1)],
+)
+def test_a_share_is_rounded_up_and_leaves_a_slot_to_others(slots: int, share: float, kept: int) -> None:
+    assert EngineConfig(max_num_seqs=slots, bulk_min_share=share).min_bulk_seqs == kept
+
+
+def test_the_engine_takes_the_workers_share_unless_it_has_its_own() -> None:
+    assert load_settings(bulk_min_share=0.3).engine_config.bulk_min_share == 0.3
+    both = load_settings(bulk_min_share=0.3, engine={"bulk_min_share": 0.2})
+    assert both.engine_config.bulk_min_share == 0.2
+
+
+# ---------------------------------------------------------------------------------------------------- the scheduler
+
+
+def test_urgent_requests_take_all_slots_but_those_that_bulk_keeps() -> None:
+    desk = Desk(slots=5, min_bulk=2)
+    bulk = [desk.add(2, priority=BULK) for _ in range(5)]
+    desk.step()
+    urgent = [desk.add(2, priority=URGENT) for _ in range(4)]
+    plan = desk.step()
+    assert {s.number for s in plan.sequences} == {s.number for s in bulk[:2] + urgent[:3]}
+    assert [s.preemptions for s in bulk] == [0, 0, 1, 1, 1]
+
+
+def test_a_slot_that_becomes_free_goes_to_bulk_that_has_fewer_than_its_own() -> None:
+    desk = Desk(slots=2, min_bulk=1)
+    first = [desk.add(2, priority=URGENT, max_tokens=count) for count in (2, 9)]
+    desk.step()
+    bulk, urgent = desk.add(2, priority=BULK), desk.add(2, priority=URGENT)
+    assert desk.step().sequences == first  # nobody loses a slot to bulk
+    assert desk.step().sequences == [first[1], bulk]
+    assert urgent.status is Status.WAITING
+
+
+def test_slots_that_bulk_does_not_ask_for_are_used() -> None:
+    desk = Desk(slots=3, min_bulk=2)
+    urgent = [desk.add(2, priority=URGENT) for _ in range(3)]
+    assert desk.step().sequences == urgent
+
+
+def test_bulk_that_is_kept_grows_at_the_cost_of_urgent_rows() -> None:
+    """Else they would take its blocks again and again, and it would never end."""
+    desk = Desk(blocks=5, slots=3, min_bulk=1)
+    bulk = desk.add(6, priority=BULK, max_tokens=12)
+    urgent = desk.add(6, priority=URGENT, max_tokens=9)
+    while bulk.status is not Status.FINISHED:
+        desk.step()
+    assert (bulk.preemptions, urgent.preemptions) == (0, 1)
+
+
+def test_the_next_bulk_is_kept_when_one_ends() -> None:
+    desk = Desk(slots=3, min_bulk=1)
+    short, _, long = (desk.add(2, priority=BULK, max_tokens=count) for count in (2, 2, 20))
+    desk.step()
+    desk.step()
+    for _ in range(5):
+        desk.add(2, priority=URGENT)
+        desk.step()
+    assert short.status is Status.FINISHED
+    assert long in desk.scheduler.running
+    assert long.preemptions == 0
+
+
+def test_an_urgent_prompt_is_not_held_up_by_the_long_prompt_of_bulk() -> None:
+    desk = Desk(slots=10, tokens=20, min_bulk=1)
+    bulk = desk.add(200, priority=BULK)
+    desk.step()
+    assert bulk.num_computed == 20
+    urgent = desk.add(17, priority=URGENT)
+    desk.step()
+    assert (bulk.num_computed, len(urgent.output_ids)) == (
+        23,
+        1,
+    )  # what the urgent prompt leaves, at least a tenth
+    for _ in range(5):
+        desk.add(40, priority=URGENT)
+        before = bulk.num_computed
+        desk.step()
+        assert bulk.num_computed - before == 2
+
+
+@dataclass(frozen=True)
+class Arrival:
+    step: int
+    priority: int
+    prompt: int
+    max_tokens: int
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        step=st.integers(0, 30),
+        priority=st.sampled_from([0, 3, 3, 5, 6, 6, 6, 9]),
+        prompt=st.integers(1, 24),
+        max_tokens=st.integers(1, 12),
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+@st.composite
+def desks(draw: st.DrawFn) -> dict[str, Any]:
+    slots = draw(st.integers(1, 6))
+    return {
+        "slots": slots,
+        "min_bulk": draw(st.integers(0, slots)),
+        "tokens": slots + draw(st.sampled_from([0, 1, 3, 8, 100])),
+        "blocks": draw(st.sampled_from([9, 9, 14, 200])),
+        "prefix_cache": draw(st.booleans()),
+    }
+
+
+@_SETTINGS
+@given(options=desks(), jobs=arrivals, ahead=st.booleans())
+def test_slots_are_never_idle_and_bulk_keeps_its_own(
+    options: dict[str, Any], jobs: list[Arrival], ahead: bool
+) -> None:
+    """Any arrivals, planned one step ahead or not: all end, and each step keeps what the scheduler promises."""
+    desk = Desk(**options)
+    scheduler, least = desk.scheduler, options["min_bulk"]
+    sequences: list[Sequence] = []
+    pending = None
+    for step in itertools.count():
+        assert step < 2000
+        sequences += [
+            desk.add(job.prompt, max_tokens=job.max_tokens, priority=job.priority)
+            for job in jobs
+            if job.step == step
+        ]
+        before, bulk_before = set(scheduler.running), bulk_running(desk)
+        plan = desk.try_plan()
+        assert scheduler.running == ranked(scheduler.running, least)
+        desk.allocator.check([s.blocks for s in scheduler.running])
+        waiting = list(scheduler.waiting())
+        if bulk_running(desk) < min(bulk_before, least):  # bulk may only yield to bulk, for blocks
+            assert not [s for s in scheduler.running if not is_bulk(s)]
+        if options["blocks"] == 200 and any(not s.in_flight for s in waiting) and plan is not None:
+            full = len(scheduler.running) == options["slots"] or plan.num_tokens == options["tokens"]
+            assert full or any(s.in_flight for s in waiting)
+        for s in waiting:  # nobody urgent waits while other bulk than that which is kept runs on
+            if (
+                options["blocks"] == 200
+                and plan is not None
+                and s.first_scheduled_at is None
+                and not is_bulk(s)
+            ):
+                others = [r for r in scheduler.running[least:] if is_bulk(r) and r in before]
+                assert not others or plan.num_tokens == options["tokens"] or any(w.in_flight for w in waiting)
+        if not ahead and plan is not None:
+            desk.retire(plan)
+        elif ahead:
+            if pending is not None:
+                desk.retire(pending)
+            pending = plan
+        if step > 30 and not scheduler.has_work() and pending is None:
+            break
+    assert all(s.status is Status.FINISHED and len(s.output_ids) == s.max_new_tokens for s in sequences)
+    desk.allocator.check([])
+
+
+@_SETTINGS
+@given(
+    slots=st.integers(2, 6),
+    extra=st.sampled_from([0, 2, 30]),
+    blocks=st.sampled_from([16, 200]),
+    bulk=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=5),
+    prompt=st.integers(1, 20),
+    max_tokens=st.integers(1, 10),
+)
+def test_bulk_ends_however_much_is_urgent(
+    slots: int, extra: int, blocks: int, bulk: list[tuple[int, int]], prompt: int, max_tokens: int
+) -> None:
+    desk = Desk(slots=slots, tokens=slots + extra, blocks=blocks, min_bulk=1)
+
+    def flood() -> None:
+        while sum(not is_bulk(s) for s in desk.scheduler.waiting()) < slots:
+            desk.add(prompt, max_tokens=max_tokens, priority=0)
+
+    flood()
+    desk.step()
+    sequences = [desk.add(length, max_tokens=count, priority=BULK) for length, count in bulk]
+    # Each waits for one row of the urgent ones, whose prompts share a step's tokens, and then computes its own.
+    life = slots * prompt + max_tokens
+    bound = sum(life + length + count for length, count in bulk)
+    for _ in range(bound):
+        flood()
+        desk.step()
+    assert all(s.status is Status.FINISHED for s in sequences)
+    assert max(s.preemptions for s in sequences) == 0
+
+
+def test_bulk_without_a_share_starves() -> None:
+    """What the share is for."""
+    desk = Desk(slots=2, min_bulk=0)
+    bulk = desk.add(2, priority=BULK, max_tokens=2)
+    for _ in range(200):
+        while sum(not is_bulk(s) for s in desk.scheduler.waiting()) < 2:
+            desk.add(2, priority=URGENT, max_tokens=3)
+        desk.step()
+    assert not bulk.output_ids
+
+
+@_SETTINGS
+@given(
+    slots=st.integers(2, 8),
+    share=st.floats(0, 0.99),
+    count=st.integers(1, 8),
+    prompts=st.lists(st.integers(1, 6), min_size=8, max_size=8),
+    before=st.integers(1, 4),
+)
+def test_urgent_requests_start_in_the_next_step_while_bulk_fills_every_slot(
+    slots: int, share: float, count: int, prompts: list[int], before: int
+) -> None:
+    kept = EngineConfig(max_num_seqs=slots, bulk_min_share=share).min_bulk_seqs
+    desk = Desk(slots=slots, tokens=64, blocks=1000, min_bulk=kept)
+    for _ in range(2 * slots):
+        desk.add(3, max_tokens=50, priority=BULK)
+    for _ in range(before):
+        desk.step()
+    assert bulk_running(desk) == slots
+    urgent = [desk.add(length, priority=URGENT) for length in prompts[:count]]
+    desk.step()
+    assert [len(s.output_ids) for s in urgent] == [int(i < slots - kept) for i in range(count)]
+    assert bulk_running(desk) == max(kept, slots - count)
+
+
+# ------------------------------------------------------------------------------------------------ the other backends
+
+
+def row(priority: int) -> Row:
+    request = GenerationRequest(request_id="r", prompt=Prompt(prompt="x"), priority=priority)
+    return Row(GenerationHandle(request, lambda: None), submitted=0.0)
+
+
+@_SETTINGS
+@given(
+    slots=st.integers(1, 5),
+    data=st.data(),
+    turns=st.lists(
+        st.tuples(st.sampled_from(["add", "add", "end", "cancel"]), st.integers(0, 9), st.integers(0, 9)),
+        max_size=60,
+    ),
+)
+def test_admission_fills_slots_by_share_then_priority(
+    slots: int, data: st.DataObject, turns: list[tuple[str, int, int]]
+) -> None:
+    least = data.draw(st.integers(0, slots))
+    admission: Admission[Row] = Admission(slots=slots, max_waiting=1000, min_bulk=least)
+    waiting: list[Row] = []
+    for what, priority, index in turns:
+        if what == "add":
+            waiting.append(row(priority))
+            admission.add(waiting[-1])
+        elif what == "end" and admission.running:
+            admission.finish(admission.running[index % len(admission.running)])
+        elif what == "cancel" and waiting:
+            gone = waiting.pop(index % len(waiting))
+            admission.cancel(gone)
+            assert [ended for ended, _ in admission.end_early(0.0)] == [gone]
+        running = list(admission.running)
+        for admitted in admission.admit(0.0):
+            bulk = [r for r in waiting if r.is_bulk]
+            owed = bulk and sum(r.is_bulk for r in running) < least
+            wanted = min(bulk if owed else waiting, key=lambda r: r.handle.request.priority)
+            assert admitted is wanted
+            waiting.remove(admitted)
+            running.append(admitted)
+        assert len(running) == slots or not waiting
+        assert admission.num_waiting == len(waiting)
+
+
+def test_a_flood_of_urgent_rows_leaves_bulk_its_slot() -> None:
+    admission: Admission[Row] = Admission(slots=2, max_waiting=1000, min_bulk=1)
+    rows = [row(URGENT) for _ in range(20)]
+    for each in rows:
+        admission.add(each)
+    admission.admit(0.0)
+    bulk = row(BULK)
+    admission.add(bulk)
+    admission.finish(rows[0])
+    assert admission.admit(0.0) == [bulk]
+    assert admission.running == [rows[1], bulk]
