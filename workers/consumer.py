@@ -10,10 +10,12 @@ from typing import Any
 from celery import signals
 from celery.exceptions import NotRegistered
 from celery.utils.log import get_logger
+from celery.worker import state
 from celery.worker.consumer import Consumer
 from kombu.utils.json import dumps
 
 from workers.payload import TASK_NAME
+from workers.request import GenerateRequest
 from workers.tracing import build_tracer
 
 logger = get_logger(__name__)
@@ -54,6 +56,33 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
         task = self.app.tasks[TASK_NAME]
         task.__trace__ = build_tracer(task, self.hostname)
 
+    def reset_rate_limits(self) -> None:
+        """As Celery's; what waits for its turn under an old limit follows the new one, or starts without one."""
+        before = [(name, bucket) for name, bucket in self.task_buckets.items() if bucket is not None]
+        super().reset_rate_limits()
+        for name, old in before:
+            waiting = list(old.contents)
+            old.clear_pending()
+            for request, tokens in waiting:
+                if bucket := self.task_buckets[name]:
+                    self._limit_task(request, bucket, tokens)
+                else:
+                    self._limit_move_to_pool(request)
+
+    def end_revoked(self) -> None:
+        """End generation jobs that are revoked and wait here for their time, or for their turn under a rate limit.
+
+        Celery ends them when they are due, and has forgotten it if the worker is started anew before.
+        """
+        for bucket in filter(None, self.task_buckets.values()):
+            for waiting in [entry for entry in bucket.contents if _is_revoked(entry[0])]:
+                bucket.contents.remove(waiting)
+                waiting[0].revoked()
+        for request in filter(_is_revoked, tuple(state.scheduled_requests)):
+            self.timer.cancel(request._eta_timer_entry)
+            self.qos.decrement_eventually()
+            request.revoked()
+
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Its body is not what its content type says."""
         self._put_aside(message, f"its body cannot be decoded ({type(exc).__name__})")
@@ -91,3 +120,7 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
             queue, reason, dumps(raw) if raw is not None else json.dumps(headers), job_id
         )
         message.ack_log_error(logger, self.connection_errors)
+
+
+def _is_revoked(request: Any) -> bool:
+    return isinstance(request, GenerateRequest) and request.looks_revoked()

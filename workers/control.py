@@ -47,6 +47,7 @@ def tokenmill_cancel(state: Any, ids: Sequence[str] | str, **_: Any) -> dict[str
 def revoke(state: Any, task_id: Any, terminate: bool = False, **options: Any) -> Any:
     """Celery's own, which looks for tasks to terminate among its requests; suspects have none."""
     answer = control.revoke(state, task_id, terminate=terminate, **options)
+    _end_waiting(state)
     if terminate:
         _terminate(state, Revokes(ids=frozenset(maybe_list(task_id) or ())))
     return answer
@@ -55,10 +56,17 @@ def revoke(state: Any, task_id: Any, terminate: bool = False, **options: Any) ->
 def revoke_by_stamped_headers(state: Any, headers: Any, terminate: bool = False, **options: Any) -> Any:
     """As ``revoke``; ``headers`` are stamps with the values to revoke, or a list of ``name=value``."""
     answer = control.revoke_by_stamped_headers(state, headers, terminate=terminate, **options)
+    _end_waiting(state)
     if terminate:
         stamps = headers if isinstance(headers, Mapping) else dict(part.split("=")[:2] for part in headers)
         _terminate(state, Revokes(stamps=stamps))
     return answer
+
+
+def _end_waiting(state: Any) -> None:
+    end = getattr(state.consumer, "end_revoked", None)
+    if end is not None:
+        end()
 
 
 def _terminate(state: Any, revokes: Revokes) -> None:
