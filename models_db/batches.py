@@ -1,17 +1,16 @@
-"""Bulk submissions: create, watch, cancel, export.
+"""Bulk submissions: create, watch, cancel.
 
 Every function works inside the caller's transaction and never commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, true, update
-from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy import Connection, func, insert, select, update
 
 from models_db.base import utcnow
 from models_db.callbacks import announce_batch
@@ -19,7 +18,6 @@ from models_db.dialects import chunked
 from models_db.errors import UnknownBatchError
 from models_db.ids import uuid7
 from models_db.jobs import request_cancel
-from models_db.records import RESULT_COLUMNS, StoredResult
 from models_db.tables import Batch, BatchState, Job, JobState, Result
 from models_db.text import check_name, clean_text
 
@@ -50,20 +48,6 @@ class BatchProgress:
     def done(self) -> int:
         """Jobs that have ended, well or not."""
         return sum(count for state, count in self.counts.items() if state.terminal)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """One line of a batch's output."""
-
-    position: int
-    custom_id: str | None
-    job_id: str
-    state: JobState
-    model: str
-    error_type: str | None
-    error_message: str | None
-    result: StoredResult | None
 
 
 def create_batch(
@@ -262,56 +246,6 @@ def last_queued(conn: Connection, batch_id: str, lines: int) -> list[str]:
         select(Job.id, Job.state).where(Job.batch_id == batch_id).order_by(Job.position.desc()).limit(lines)
     )
     return [row.id for row in conn.execute(last) if row.state is JobState.QUEUED]
-
-
-def iter_batch_rows(
-    conn: Connection, batch_id: str, *, chunk: int = 500, by_completion: bool = False
-) -> Iterator[BatchRow]:
-    """The batch's jobs with their results, in input order or as they ended, read ``chunk`` rows at a time."""
-    if by_completion:
-        yield from _pages(conn, batch_id, Job.finished_at, Job.finished_at.is_not(None), chunk)
-        yield from _pages(conn, batch_id, Job.position, Job.finished_at.is_(None), chunk)
-    else:
-        yield from _pages(conn, batch_id, Job.position, true(), chunk)
-
-
-def _pages(
-    conn: Connection, batch_id: str, key: InstrumentedAttribute[Any], where: ColumnElement[bool], chunk: int
-) -> Iterator[BatchRow]:
-    query = (
-        select(
-            key.label("sorted_by"),
-            Job.position,
-            Job.custom_id,
-            Job.id,
-            Job.state,
-            Job.model,
-            Job.error_type,
-            Job.error_message,
-            Result.job_id.label("result_of"),
-            *RESULT_COLUMNS,
-        )
-        .outerjoin(Result, and_(Result.job_id == Job.id, Result.choice == 0))
-        .where(Job.batch_id == batch_id, where)
-        .order_by(key, Job.id)
-        .limit(chunk)
-    )
-    page = query
-    while rows := conn.execute(page).all():
-        for row in rows:
-            yield BatchRow(
-                position=row.position,
-                custom_id=row.custom_id,
-                job_id=row.id,
-                state=row.state,
-                model=row.model,
-                error_type=row.error_type,
-                error_message=row.error_message,
-                result=None if row.result_of is None else StoredResult.from_row(row),
-            )
-        last = rows[-1]
-        after = or_(key > last.sorted_by, and_(key == last.sorted_by, Job.id > last.id))
-        page = query.where(after)
 
 
 def _lock_batch(conn: Connection, batch_id: str) -> BatchState:

@@ -14,7 +14,7 @@ from typing import IO, Any
 from sqlalchemy import Connection
 
 from backend.api import RequestError
-from models_db.batches import BatchRow, iter_batch_rows
+from models_db.batch_rows import BatchRow, iter_batch_rows
 from models_db.tables import JobState
 from workers.bulk_input import CarriedLine
 

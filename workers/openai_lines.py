@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models_db.batches import BatchRow
+from models_db.batch_rows import BatchRow
 from models_db.tables import JobState
 from workers.bulk_export import LineWriter
 from workers.serve.answers import CHAT, COMPLETION, Choice, Endpoint, whole
@@ -28,15 +28,7 @@ def openai_lines(created: int, endpoint: str = CHAT) -> LineWriter:
             "error": None,
         }
         if row.result is not None and row.state is JobState.SUCCEEDED:
-            result = row.result
-            choice = Choice(
-                result.text,
-                result.finish_reason,
-                result.prompt_tokens,
-                result.completion_tokens,
-                result.cached_tokens,
-            )
-            body = whole(kind, row.job_id, row.model, created, [choice])
+            body = whole(kind, row.job_id, row.model, created, [Choice.of(row.result)])
             return made | {"response": {"status_code": 200, "request_id": row.job_id, "body": body}}
         code = row.error_type or str(row.state)
         message = row.error_message or f"the job is {row.state}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from models_db.batch_rows import iter_batch_rows
 from models_db.batches import (
     batch_progress,
     create_batch,
     finish_batch_if_done,
-    iter_batch_rows,
     list_batches,
     request_cancel_batch,
     set_batch_state,
@@ -149,6 +149,18 @@ def test_rows_come_in_input_order_whatever_order_they_ended_in(batch):
         assert rows[-1].result == new_result("twelve")
         assert (rows[3].state, rows[3].error_type, rows[3].result) == (JobState.FAILED, "boom", None)
         assert (rows[0].state, rows[0].job_id, rows[0].model) == (JobState.QUEUED, "b-0", "smollm2")
+
+
+def test_rows_come_as_they_ended_and_open_ones_last(batch):
+    with batch.begin() as conn:
+        insert_lines(conn, [11, 10])
+    for n, name in enumerate(["b-11", "b-2", "b-0"]):
+        run(batch, name, result=new_result(name), now=at(60 + n))
+    for chunk in (1, 2, 500):
+        with reading(batch) as conn:
+            rows = list(iter_batch_rows(conn, "b", chunk=chunk, by_completion=True))
+        assert [row.position for row in rows] == [11, 2, 0, 1, 3, 10]
+        assert [row.result is None for row in rows] == [False] * 3 + [True] * 3
 
 
 def test_lines_that_share_a_position_are_all_exported(batch):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models_db.batches import BatchRow
+from models_db.batch_rows import BatchRow
 from models_db.jobs import StoredResult
 from models_db.tables import JobState
 from workers import bulk_export

@@ -60,12 +60,14 @@ def runner_for(client: Client, in_flight: int, signals: Interruptible) -> tuple[
 
 def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource, file: Any) -> None:
     """Make jobs of all lines and leave; the id alone goes to standard output, for scripts."""
+    began, already = time.monotonic(), runner.progress(batch_id).inserted
     try:
         runner.feed(batch_id, made, file, bounded=False)
     except KeyboardInterrupt:
         notice(f"\nStopped half-way. Submit the rest: tokenmill bulk resume {batch_id} --no-wait")
         raise
-    notice(f"Submitted. Wait and write the answers: tokenmill bulk resume {batch_id} -o OUT.jsonl")
+    notice(f"Submitted {speed(made.lines - already, time.monotonic() - began)}.")
+    notice(f"Wait and write the answers: tokenmill bulk resume {batch_id} -o OUT.jsonl")
     typer.echo(batch_id)
 
 
@@ -116,6 +118,7 @@ def export_files(
     from workers.bulk_export import export_batch, write_manifest
     from workers.openai_lines import openai_lines
 
+    began = time.monotonic()
     openai = made is not None and made.made_of().format == "openai"
     with reading(engine) as connection:
         exported = export_batch(
@@ -127,7 +130,14 @@ def export_files(
             by_completion=made is not None and made.order == "completion",
         )
     write_manifest(output, _manifest(progress, made, exported))
+    notice(f"Wrote {speed(exported.results + exported.errors, time.monotonic() - began)}.")
     return exported
+
+
+def speed(lines: int, seconds: float) -> str:
+    """How much in what time, and how fast that is."""
+    count = "1 line" if lines == 1 else f"{lines:,} lines"
+    return f"{count} in {seconds:,.1f} s ({lines / max(seconds, 1e-9):,.0f} lines/s)"
 
 
 def _manifest(progress: BatchProgress, made: BulkSource | None, exported: Exported) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from models_db.records import StoredResult
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Endpoint = "/v1/chat/completions"
@@ -23,6 +25,19 @@ class Choice:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    logprobs: Sequence[Mapping[str, Any]] | None = None  # as ``result.logprobs`` keeps them
+
+    @classmethod
+    def of(cls, result: StoredResult) -> Choice:
+        """The answer that SQL holds."""
+        return cls(
+            result.text,
+            result.finish_reason,
+            result.prompt_tokens,
+            result.completion_tokens,
+            result.cached_tokens,
+            result.logprobs,
+        )
 
 
 def finish_reason(reason: str | None) -> str:
@@ -33,6 +48,35 @@ def finish_reason(reason: str | None) -> str:
 def answer_id(endpoint: Endpoint, job_id: str) -> str:
     """The answer's id: the first job's, marked with its kind."""
     return f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{job_id}"
+
+
+def token_name(token_id: int) -> str:
+    """How a token is written in log-probabilities: the fleet stores its id, and no tokenizer is here."""
+    return f"token_id:{token_id}"
+
+
+def logprobs(endpoint: Endpoint, entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """The log-probabilities of an answer's tokens, in the form of the endpoint."""
+    if entries is None:
+        return None
+    tops = [[(token_name(token_id), value) for token_id, value in entry["top"]] for entry in entries]
+    named = [(token_name(entry["token_id"]), entry["logprob"]) for entry in entries]
+    if endpoint == COMPLETION:
+        return {
+            "tokens": [token for token, _ in named],
+            "token_logprobs": [value for _, value in named],
+            "top_logprobs": [dict(top) for top in tops] if any(tops) else None,
+            "text_offset": None,
+        }
+
+    def shown(token: str, value: float) -> dict[str, Any]:
+        return {"token": token, "logprob": value, "bytes": None}
+
+    content = [
+        shown(*own) | {"top_logprobs": [shown(*each) for each in top]}
+        for own, top in zip(named, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def usage(choices: Sequence[Choice], prompts: int = 1) -> dict[str, Any]:
@@ -59,7 +103,7 @@ def whole(
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
             body["text"] = choice.text
-        rendered.append(body | {"logprobs": None})
+        rendered.append(body | {"logprobs": logprobs(endpoint, choice.logprobs)})
     return {
         "id": answer_id(endpoint, job_id),
         "object": "chat.completion" if endpoint == CHAT else "text_completion",
@@ -74,6 +118,7 @@ class Chunks:
     """Makes the server-sent events of one streamed answer."""
 
     def __init__(self, endpoint: Endpoint, job_id: str, model: str, created: int) -> None:
+        self._endpoint = endpoint
         self._chat = endpoint == CHAT
         self._head = {
             "id": answer_id(endpoint, job_id),
@@ -95,9 +140,13 @@ class Chunks:
         piece: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._event([{"index": index, **piece, "finish_reason": None}])
 
-    def finish(self, index: int, reason: str | None) -> str:
-        """The end of an answer."""
+    def finish(
+        self, index: int, reason: str | None, entries: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The end of an answer, with the log-probabilities of all its tokens where they were asked for."""
         piece: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        if entries is not None:
+            piece["logprobs"] = logprobs(self._endpoint, entries)
         return self._event([{"index": index, **piece, "finish_reason": finish_reason(reason)}])
 
     def usage(self, choices: Sequence[Choice], prompts: int) -> str:
