@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import httpx2 as httpx
 import openai
 import pytest
+from sqlalchemy import select
 
+from backend.api import MAX_SEED
 from models_db import keys
 from models_db.session import transaction
-from models_db.tables import JobState
+from models_db.tables import Job, JobState
 from tests.fleet.doorway import serving
 from tests.fleet.fleet import Fleet, RedisServer, wait_until
 from workers.client import StreamEvent
 from workers.serve.errors import ApiError
 from workers.serve.generation import Continuous
 
+BAD = openai.BadRequestError
 WORDS = "one two three four five six seven eight nine ten"
 ASK = [{"role": "user", "content": WORDS}]
 
@@ -123,7 +127,27 @@ def test_models(client: openai.OpenAI) -> None:
         ({"temperature": 1000}, openai.BadRequestError, "temperature"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools: "),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            BAD,
+            "and check it",
+        ),
+        ({"logprobs": True, "top_logprobs": 21}, BAD, "top_logprobs"),
+        ({"top_logprobs": 2}, BAD, "top_logprobs: needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, BAD, "stream_options: is only for a stream"),
+        ({"stream": True, "stream_options": {"usage": True}}, BAD, "has no field usage"),
+        ({"reasoning_effort": "high"}, BAD, "reasoning_effort"),
+        ({"modalities": ["text", "audio"]}, BAD, "modalities"),
+        ({"logit_bias": {"5": 1000}}, BAD, "logit_bias"),
+        ({"max_completion_tokens": 0}, BAD, "max_completion_tokens"),
+        ({"stop": [""]}, BAD, "stop"),
+        ({"messages": [{"role": "user", "content": "x", "name": "ann"}]}, BAD, r"messages\.0\.name"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, BAD, r"messages\.0\.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            BAD,
+            "content",
+        ),
         ({"extra_body": {"max_token": 5}}, openai.BadRequestError, "max_token: no such field"),
         ({"n": 100}, openai.BadRequestError, "n: "),
         ({"messages": [{"role": "user", "content": "a\x00b"}]}, openai.BadRequestError, "NUL"),
@@ -134,6 +158,135 @@ def test_what_cannot_be_done_is_refused_by_name(
 ) -> None:
     with pytest.raises(kind, match=message):
         client.chat.completions.create(**({"model": "echo", "messages": ASK} | change))  # type: ignore[call-overload]
+
+
+def test_every_field_that_is_taken_reaches_the_job(client: openai.OpenAI, fleet: Fleet) -> None:
+    answer = client.chat.completions.create(
+        model="echo",
+        messages=ASK,  # type: ignore[arg-type]
+        max_completion_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        seed=-1,
+        stop=["never", "ever"],
+        logit_bias={"5": -100},
+        logprobs=True,
+        top_logprobs=3,
+        service_tier="flex",
+        user="someone",
+        metadata={"night": "monday"},
+        store=False,
+        tools=[],
+        response_format={"type": "text"},
+        extra_body={
+            "top_k": 5,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "min_tokens": 2,
+            "ignore_eos": True,
+        },
+    )
+    with fleet.engine.connect() as conn:
+        job_id = answer.id.removeprefix("chatcmpl-")
+        params = dict(conn.scalar(select(Job.params).where(Job.id == job_id)))
+        assert conn.scalar(select(Job.priority).where(Job.id == job_id)) == 6
+    wanted = {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "seed": MAX_SEED,
+        "stop": ["never", "ever"],
+        "logit_bias": {"5": -100.0},
+        "logprobs": 3,
+        "top_k": 5,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "ignore_eos": True,
+    }
+    assert {name: params.get(name) for name in wanted} == wanted
+
+
+def test_an_answer_may_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    """The usual next turn of a conversation: the message object, with its empty fields, is put behind the others."""
+    first = client.chat.completions.create(model="echo", messages=ASK, max_tokens=3)  # type: ignore[arg-type]
+    turns = [*ASK, first.choices[0].message.model_dump(), {"role": "user", "content": "and on"}]
+    again = client.chat.completions.create(model="echo", messages=turns, max_tokens=3)  # type: ignore[arg-type]
+    assert again.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_reports_log_probabilities(client: openai.OpenAI, fleet: Fleet, stream: bool) -> None:
+    made = client.chat.completions.create(
+        model="echo",
+        messages=ASK,  # type: ignore[arg-type]
+        max_tokens=4,
+        n=2,
+        logprobs=True,
+        top_logprobs=1,
+        stream=stream,
+    )
+    chunks = list(made) if stream else [made]
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    assert sorted(choice.index for choice in choices) == [0, 1]
+    stored = fleet.result(chunks[0].id.removeprefix("chatcmpl-"))
+    assert stored is not None
+    assert stored.logprobs
+    content = next(choice for choice in choices if choice.index == 0).logprobs.content
+    assert [(int(each.token.removeprefix("token_id:")), each.logprob) for each in content] == [
+        (entry["token_id"], entry["logprob"]) for entry in stored.logprobs
+    ]
+    assert len(content) == 4
+    assert [len(each.top_logprobs) for each in content] == [1] * 4
+
+
+def test_completions_report_log_probabilities(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="echo", prompt="a b c", max_tokens=3, logprobs=1)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == [0.0] * 3
+    assert all(re.fullmatch(r"token_id:\d+", token) for token in found.tokens or [])
+    assert [list(top) for top in found.top_logprobs or []] == [[token] for token in found.tokens or []]
+    assert client.completions.create(model="echo", prompt="a b c", max_tokens=3).choices[0].logprobs is None
+    streamed = list(
+        client.completions.create(model="echo", prompt="a b c", max_tokens=3, logprobs=0, stream=True)
+    )
+    (with_them,) = [c.logprobs for chunk in streamed for c in chunk.choices if c.logprobs is not None]
+    assert with_them.token_logprobs == [0.0] * 3
+    assert with_them.top_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True}, "echo: "),
+        ({"suffix": "x"}, "suffix: "),
+        ({"best_of": 3}, "best_of: .*Use n"),
+        ({"prompt": []}, "prompt"),
+        (
+            {"extra_body": {"max_completion_tokens": 5}},
+            "max_completion_tokens: no such field. Use max_tokens",
+        ),
+        ({"extra_body": {"messages": []}}, "messages: .*/v1/chat/completions"),
+    ],
+)
+def test_completions_refuse_by_name(client: openai.OpenAI, change: dict[str, object], message: str) -> None:
+    with pytest.raises(BAD, match=message):
+        client.completions.create(**({"model": "echo", "prompt": "a b c"} | change))  # type: ignore[call-overload]
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_in_it(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="echo", prompt="one two three four five", max_tokens=5, stop="three", temperature=0
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert "two" in answer.choices[0].text
+    assert "three" not in answer.choices[0].text
 
 
 def test_bodies_that_are_no_request(url: str) -> None:

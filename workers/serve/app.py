@@ -205,7 +205,10 @@ async def _stream(
                     if event.end.state != "succeeded":
                         raise from_end(generation.jobs[index].id, event.end)
                     done[index] = choice_of(texts[index].sent, event.end)
-                    yield chunks.finish(index, event.end.finish_reason)
+                    entries = None
+                    if request.alternatives is not None:  # a stream carries text alone; SQL has them by now
+                        entries = (await generation.stored(index)).logprobs
+                    yield chunks.finish(index, event.end.finish_reason, entries)
                 if request.wants_usage:
                     yield chunks.usage(done, prompts)
                 yield DONE

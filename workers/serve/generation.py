@@ -147,17 +147,11 @@ class Generation:
             async for index, event in events:
                 if event.end is not None and event.end.state != "succeeded":
                     raise from_end(self.jobs[index].id, event.end)
-        return [await self._choice(job) for job in self.jobs]
+        return [await self.stored(index) for index in range(len(self.jobs))]
 
-    async def _choice(self, job: AsyncJobHandle) -> Choice:
-        result = await self._client.result(job.id)
-        return Choice(
-            result.text,
-            result.finish_reason,
-            result.prompt_tokens,
-            result.completion_tokens,
-            result.cached_tokens,
-        )
+    async def stored(self, index: int) -> Choice:
+        """The answer of a job that has succeeded, as SQL holds it."""
+        return Choice.of(await self._client.result(self.jobs[index].id))
 
 
 def _job_key(tenant: str | None, key: str, index: int) -> str:

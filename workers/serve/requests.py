@@ -1,16 +1,17 @@
 """The bodies of ``/v1/chat/completions`` and ``/v1/completions``, and the jobs that they ask for.
 
 What this service cannot do is refused by name, not ignored: an answer that silently leaves out a tool or a format
-would be worse than none. Fields that only concern how a provider keeps books are accepted and have no effect.
+would be worse than none. A field that asks for nothing (``tools: []``) is taken. Fields that only concern how a
+provider keeps books are accepted and have no effect.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from backend.api import MAX_SEED
+from backend.api import MAX_LOGPROBS, MAX_SEED
 from workers.serve.errors import ApiError, invalid
 
 R = TypeVar("R", bound="_Request")
@@ -29,8 +30,6 @@ _BOOKKEEPING = frozenset(
         "store",
         "metadata",
         "parallel_tool_calls",
-        "reasoning_effort",
-        "verbosity",
     }
 )
 # Values that ask for nothing, so that clients which always send the field are served.
@@ -40,8 +39,8 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([], None),
     "function_call": ("none", "auto", None),
     "response_format": ({"type": "text"}, None),
-    "logprobs": (False, None),
-    "top_logprobs": (None, 0),
+    "reasoning_effort": ("none", None),
+    "verbosity": ("medium", None),
     "modalities": (["text"], None),
     "audio": (None,),
     "prediction": (None,),
@@ -50,6 +49,20 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "best_of": (1, None),
 }
+# What to do instead, where there is something better than leaving the field out.
+_INSTEAD = {
+    "response_format": "Leave it out, say in the messages what the answer is to look like, and check it",
+    "tools": "Leave it out, or describe the tools in the messages and read the calls from the text",
+    "functions": "Leave it out, or describe the functions in the messages and read the calls from the text",
+    "max_completion_tokens": "Use max_tokens",
+    "messages": "Send it to /v1/chat/completions",
+    "prompt": "Send it to /v1/completions, or use messages",
+    "best_of": "Use n and choose yourself",
+    "echo": "Leave it out and put the prompt before the answer yourself",
+    "reasoning_effort": "Leave it out; a model that reasons does so as its messages say",
+}
+# Parts of a message that an answer has, which people send back as they got it.
+_EMPTY_IN_A_MESSAGE = ("refusal", "annotations", "audio", "tool_calls", "function_call", "name")
 
 
 class _Loose(BaseModel):
@@ -60,6 +73,13 @@ class StreamOptions(_Loose):
     """``stream_options``."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # padding against listeners; a proxy with TLS is the place for it
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in self.model_extra or {}:
+            raise ValueError(f"has no field {name}. Leave it out")
+        return self
 
 
 class TextPart(BaseModel):
@@ -74,10 +94,17 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | tuple[TextPart, ...]
+
+    @model_validator(mode="after")
+    def _nothing_else(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name not in _EMPTY_IN_A_MESSAGE or value not in (None, [], ""):
+                raise ValueError(f"{name}: the models here read role and content alone. Leave it out")
+        return self
 
     def turn(self) -> dict[str, str]:
         """As a job takes it."""
@@ -114,6 +141,12 @@ class _Request(_Loose):
             raise ValueError(f"must be one of {', '.join(_PRIORITIES)}")
         return value
 
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is only for a stream. Set stream, or leave it out")
+        return self
+
     @property
     def choices(self) -> int:
         """Answers asked for."""
@@ -123,6 +156,11 @@ class _Request(_Loose):
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many log-probabilities to report for each token beside its own; ``None``: none at all."""
+        raise NotImplementedError
 
     def _payload(self, max_tokens: int | None) -> dict[str, Any]:
         names = (
@@ -138,6 +176,8 @@ class _Request(_Loose):
             "ignore_eos",
         )
         fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.alternatives is not None:
+            fields["logprobs"] = self.alternatives
         return fields | {
             "model": self.model,
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -157,6 +197,19 @@ class ChatRequest(_Request):
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs. Set logprobs to true")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``_Request``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def payloads(self) -> list[dict[str, Any]]:
         """The jobs' payloads, one for each choice."""
@@ -168,6 +221,12 @@ class CompletionRequest(_Request):
     """The body of ``/v1/completions``: one or more prompts to be continued as they are."""
 
     prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def alternatives(self) -> int | None:
+        """See ``_Request``."""
+        return self.logprobs
 
     def payloads(self) -> list[dict[str, Any]]:
         """The jobs' payloads: the choices of the first prompt, then of the second …"""
@@ -215,7 +274,8 @@ def _parse(kind: type[R], data: object) -> R:
         if name in _BOOKKEEPING or any(value == nothing for nothing in _NOTHING.get(name, ())):
             continue
         known = "this service cannot do that" if name in _NOTHING else "no such field"
-        raise invalid(f"{name}: {known}. Leave it out", param=name, code="unsupported_parameter")
+        fix = _INSTEAD.get(name, "Leave it out")
+        raise invalid(f"{name}: {known}. {fix}", param=name, code="unsupported_parameter")
     return request
 
 
@@ -225,4 +285,9 @@ def _from_validation(error: ValidationError) -> ApiError:
         str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "str", "constr"))
     )
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":  # ours, which may name a field within
+        name, colon, _ = message.partition(": ")
+        inner = name if colon and name.isidentifier() else ""
+        whole = ".".join(filter(None, (path, inner)))
+        return invalid(f"{path}.{message}" if path and inner else message, param=whole or None)
     return invalid(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
