@@ -161,7 +161,6 @@ class Scheduler:
         # Where urgent text waits to be computed, bulk's text gets a share of the step, and what that leaves.
         contended = self._min_bulk > 0 and self._has_urgent_text(left)
         allowance = self._bulk_tokens
-        spared = int(contended and owed > 0)
         held: list[tuple[Sequence, int]] = []  # kept bulk: first in line for blocks, last for tokens
 
         # One pass, best first. The list may shrink at its end while it is walked.
@@ -177,8 +176,8 @@ class Scheduler:
                 if fits or self._grow(sequence, 1, index) == 1:
                     plan.add(sequence, sequence.num_computed, 1, samples=True)
                     budget -= 1
-            elif budget - decoding - spared > 0:
-                length = min(remaining, budget - decoding - spared)
+            elif budget - decoding > 0:
+                length = min(remaining, budget - decoding)
                 if contended and index <= kept:
                     length = self._grow(sequence, min(length, allowance), index)
                     held.append((sequence, length))
@@ -327,7 +326,7 @@ class Scheduler:
         if head is None or not self._may_preempt(head):
             return
         rows, blocks, tokens = owed, 0, 0
-        for waiting in line.first(len(self.running)):
+        for waiting in line.first(len(self._free_rows) + len(self.running)):
             if waiting.in_flight or tokens >= self._max_tokens:
                 return
             rows += 1

@@ -87,16 +87,28 @@ def test_bulk_that_is_kept_grows_at_the_cost_of_urgent_rows() -> None:
 
 
 def test_the_next_bulk_is_kept_when_one_ends() -> None:
-    desk = Desk(slots=3, min_bulk=1)
-    short, _, long = (desk.add(2, priority=BULK, max_tokens=count) for count in (2, 2, 20))
+    desk = Desk(slots=4, min_bulk=1)
+    short, long = (desk.add(2, priority=BULK, max_tokens=count) for count in (2, 20))
+    urgent = desk.add(2, priority=URGENT)
     desk.step()
+    assert desk.scheduler.running == [short, urgent, long]
     desk.step()
-    for _ in range(5):
-        desk.add(2, priority=URGENT)
-        desk.step()
     assert short.status is Status.FINISHED
-    assert long in desk.scheduler.running
-    assert long.preemptions == 0
+    assert desk.scheduler.running == [long, urgent]
+    more = [desk.add(2, priority=0) for _ in range(5)]
+    desk.step()
+    assert desk.scheduler.running == [long, *more[:3]]
+
+
+def test_a_most_urgent_request_takes_a_slot_from_less_urgent_ones_not_that_of_bulk() -> None:
+    desk = Desk(slots=3, min_bulk=1)
+    short, *others = (desk.add(2, priority=5, max_tokens=count) for count in (2, 20, 20))
+    desk.step()
+    desk.step()
+    assert short.status is Status.FINISHED
+    bulk, urgent = desk.add(2, priority=BULK), desk.add(2, priority=0)
+    desk.step()
+    assert desk.scheduler.running == [bulk, urgent, others[0]]
 
 
 def test_an_urgent_prompt_is_not_held_up_by_the_long_prompt_of_bulk() -> None:
@@ -128,7 +140,7 @@ class Arrival:
 arrivals = st.lists(
     st.builds(
         Arrival,
-        step=st.integers(0, 30),
+        step=st.integers(0, 12),
         priority=st.sampled_from([0, 3, 3, 5, 6, 6, 6, 9]),
         prompt=st.integers(1, 24),
         max_tokens=st.integers(1, 12),
@@ -192,7 +204,7 @@ def test_slots_are_never_idle_and_bulk_keeps_its_own(
             if pending is not None:
                 desk.retire(pending)
             pending = plan
-        if step > 30 and not scheduler.has_work() and pending is None:
+        if step > 12 and not scheduler.has_work() and pending is None:
             break
     assert all(s.status is Status.FINISHED and len(s.output_ids) == s.max_new_tokens for s in sequences)
     desk.allocator.check([])
