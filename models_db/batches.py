@@ -171,6 +171,23 @@ def batch_progress(conn: Connection, batch_id: str) -> BatchProgress | None:
     return found[0] if found else None
 
 
+def open_jobs(conn: Connection, batch_id: str) -> tuple[BatchState, int]:
+    """The batch's state, and how many of its jobs wait or run: quick, however many have ended.
+
+    Raises:
+        UnknownBatchError: there is no such batch.
+    """
+    state = conn.scalar(select(Batch.state).where(Batch.id == batch_id))
+    if state is None:
+        raise UnknownBatchError(batch_id)
+    # One state at a time, as the index has them: together they would be looked for among all of the batch.
+    query = select(func.count()).select_from(Job).where(Job.batch_id == batch_id)
+    count = sum(
+        conn.scalar(query.where(Job.state == each)) or 0 for each in (JobState.QUEUED, JobState.RUNNING)
+    )
+    return state, count
+
+
 def list_batches(conn: Connection, *, limit: int = 20) -> list[BatchProgress]:
     """The latest batches, newest first."""
     query = select(Batch.id).order_by(Batch.created_at.desc(), Batch.id.desc()).limit(limit)

@@ -54,7 +54,7 @@ DEFAULT_IN_FLIGHT = 1000
 _CHUNK = 500  # jobs a transaction and a round trip
 _PAGE = 10_000  # positions read at once
 _POLL_S = 0.2
-_POLL_SHARE = 20  # a look at the counts may take one part in this many of the time
+_POLL_SHARE = 20  # counting everything may take one part in this many of the time
 _REPUBLISH_S = 5.0
 _LONGEST_ID = 255  # characters of a custom id
 _STDIN = "-"
@@ -240,7 +240,7 @@ class BulkRunner:
         self._now = now
         self._sleep = sleep
         self._next_republish = clock() + _REPUBLISH_S
-        self._look_cost_s = 0.0
+        self._next_report = clock()
 
     def create(
         self,
@@ -287,6 +287,8 @@ class BulkRunner:
         progress = self.progress(batch_id)
         if progress.state is BatchState.VALIDATING:
             self._feed(batch_id, source, file, progress, bounded)
+            if not bounded:
+                self.republish(batch_id)
 
     def progress(self, batch_id: str) -> BatchProgress:
         """The batch as it is now.
@@ -304,7 +306,7 @@ class BulkRunner:
     def _feed(
         self, batch_id: str, source: BulkSource, file: IO[bytes], progress: BatchProgress, bounded: bool
     ) -> None:
-        fed = progress.inserted
+        fed, state, unended = progress.inserted, progress.state, progress.inserted - progress.done
         if fed:
             self._publish_doubtful(batch_id)
         settings = self._client.settings
@@ -313,8 +315,8 @@ class BulkRunner:
         # While a chunk is stored and published, the next one is read and made ready; never more than that.
         with ThreadPoolExecutor(1, "tokenmill-feed") as beside:
             storing: Future[None] | None = None
-            while progress.state is BatchState.VALIDATING:
-                while (room := self._in_flight - (fed - progress.done) if bounded else _CHUNK) > 0:
+            while state is BatchState.VALIDATING:
+                while (room := self._in_flight - unended if bounded else _CHUNK) > 0:
                     chunk = take_chunk(lines, min(room, _CHUNK), size_of)
                     steps = self._steps(batch_id, progress.deadline_at, chunk, source.reuse_days)
                     if storing is not None:
@@ -323,13 +325,13 @@ class BulkRunner:
                         self._begin_progress(batch_id)
                         return
                     storing = beside.submit(_take, steps)
-                    fed += len(chunk)
+                    fed, unended = fed + len(chunk), unended + len(chunk)
                     self._sleep(0.0)  # a moment at which a signal may end it
                     if not bounded and fed % (_CHUNK * 50) < _CHUNK:
                         break  # someone may have cancelled it
                 if storing is not None:
                     storing.result()
-                progress = self._look(batch_id)
+                state, unended = self._look(batch_id, _POLL_S if bounded else 0.0)
         # Someone else has cancelled it, perhaps before our last jobs went in.
         transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))
 
@@ -409,21 +411,29 @@ class BulkRunner:
     def watch(self, batch_id: str) -> BatchProgress:
         """Wait until every job has ended."""
         while True:
-            progress = self._look(batch_id)
-            if progress.state.terminal or progress.done >= progress.inserted:
+            state, unended = self._look(batch_id)
+            if state.terminal or not unended:
+                began = self._clock()
                 ended = transaction(self._engine, lambda conn: batches.finish_batch_if_done(conn, batch_id))
                 if ended is not None:
                     return self.progress(batch_id)
+                self._sleep(_POLL_SHARE * (self._clock() - began))
 
-    def _look(self, batch_id: str) -> BatchProgress:
-        """Wait a little and read the counts; the dearer that was, the longer the wait."""
-        self._sleep(max(_POLL_S, self._look_cost_s * _POLL_SHARE))
-        if self._clock() >= self._next_republish:
+    def _look(self, batch_id: str, pause_s: float = _POLL_S) -> tuple[BatchState, int]:
+        """Wait a little, mend what there is to mend; then the batch's state, and how many of its jobs wait or run.
+
+        Without a pause, nothing is mended: while all lines go in at once, looking among them costs more and more.
+        All counts are reported, too, but the dearer that was, the less often: they grow with the batch.
+        """
+        self._sleep(pause_s)
+        if pause_s and self._clock() >= self._next_republish:
             self.republish(batch_id)
-        began = self._clock()
-        progress = self.progress(batch_id)
-        self._look_cost_s = self._clock() - began
-        return progress
+        if (began := self._clock()) >= self._next_report:
+            self.progress(batch_id)
+            ended = self._clock()
+            self._next_report = ended + _POLL_SHARE * (ended - began)
+        with reading(self._engine) as conn:
+            return batches.open_jobs(conn, batch_id)
 
     def republish(self, batch_id: str) -> None:
         """Publish jobs of the batch that are not in Redis: it was away at first, or they are to run again."""
@@ -451,11 +461,13 @@ def _take(steps: Sequence[Callable[[], object]]) -> None:
 
 
 def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:
-    """Queued jobs of a batch that have never reached Redis, in input order."""
+    """Queued jobs of a batch that have never reached Redis.
+
+    In no order: one would make a database go through the whole batch for a few that wait.
+    """
     statement = (
         select(Job.id)
         .where(Job.batch_id == batch_id, Job.state == JobState.QUEUED, Job.published_at.is_(None))
-        .order_by(Job.position)
         .limit(limit)
     )
     return list(conn.scalars(statement))

@@ -10,6 +10,7 @@ from models_db.batches import (
     create_batch,
     finish_batch_if_done,
     list_batches,
+    open_jobs,
     request_cancel_batch,
     set_batch_state,
 )
@@ -131,6 +132,16 @@ def test_a_refused_input_fails_the_batch_with_its_reason(batch):
         "line 3: no prompt \ufffd",
         at(1),
     )
+
+
+def test_open_jobs_are_those_that_wait_or_run(batch):
+    claim_one(batch, "b-0", "w")
+    run(batch, "b-1")
+    run(batch, "b-2", JobState.FAILED)
+    with reading(batch) as conn:
+        assert open_jobs(conn, "b") == (BatchState.IN_PROGRESS, 2)
+        with pytest.raises(UnknownBatchError, match="nope"):
+            open_jobs(conn, "nope")
 
 
 def test_rows_come_in_input_order_whatever_order_they_ended_in(batch):

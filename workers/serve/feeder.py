@@ -128,14 +128,15 @@ class BatchFeeder:
 
     def _advance(self, record: ApiBatchRecord) -> None:
         with reading(self._client.engine()) as conn:
-            progress = batches.batch_progress(conn, record.batch_id)
-        if progress is None:
-            return
-        if progress.state is BatchState.VALIDATING:
+            state, unended = batches.open_jobs(conn, record.batch_id)
+        if state is BatchState.VALIDATING:
             self._feed(record)
+        elif unended and not state.terminal:
+            self._beat(record.batch_id)
+            return
         end = partial(batches.finish_batch_if_done, batch_id=record.batch_id)
-        state = transaction(self._client.engine(), end)
-        if state is not None and record.output_file_id is None:
+        ended = transaction(self._client.engine(), end)
+        if ended is not None and record.output_file_id is None:
             self._write(record)
         else:
             self._beat(record.batch_id)
