@@ -72,6 +72,11 @@ class EngineConfig(BaseModel):
     )
     fused: bool = Field(True, description="on a GPU, run common models by fused kernels")
     cuda_graphs: bool = Field(True, description="on a GPU, capture every step size once and replay it")
+    prefill_attention: Literal["auto", "triton", "flashinfer"] = Field(
+        "auto",
+        description="the kernel for steps with a few long prompts, on a Hopper GPU: 'flashinfer' builds FlashInfer's "
+        "FA3 kernel if need be, 'auto' takes it where it has been built, 'triton' is our own",
+    )
     debug_poison: bool = Field(
         False, description="overwrite released I/O buffers, so that a use after release shows"
     )

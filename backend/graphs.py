@@ -94,6 +94,11 @@ class GraphRunner:
         """Graphs of both slots."""
         return len(self._captured)
 
+    @property
+    def long_prefill(self) -> str:
+        """The kernel by which a few long prompts attend."""
+        return "triton" if self._long_prefill is None else self._long_prefill.name
+
     def layout(self, plan: StepPlan) -> StepLayout:
         """The sizes that a plan is padded to."""
         if plan.num_decode == len(plan.sequences):

@@ -10,8 +10,10 @@ captured launch serves every later plan.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import time
+from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +25,10 @@ from backend.slots import LONG_PREFILL_ROWS, StepShape
 
 logger = logging.getLogger(__name__)
 
-PrefillAttention = Literal["auto", "triton", "flashinfer"]
-
 _HEAD_SIZES = (64, 128, 256)
 _TILE = 128  # queries of a tile, at least; of its lists the kernel needs room for so many tiles
 _LISTS = 7  # words that the plan keeps of each tile
+_LARGEST_DIFFERENCE = 0.03  # of averages of normal numbers; a part in 16 bits rounds to 0.008
 _CAUSAL, _NHD = 1, 0  # FlashInfer's codes of a mask and a layout
 
 
@@ -51,19 +52,27 @@ class FlashInferPrefill:
     ) -> None:
         """``max_tokens`` of a step; ``max_blocks`` is the width of its block table."""
         self._module = module
-        self._sizes = num_heads, num_kv_heads, block_size
-        self._head_size = head_size
-        self._max_tokens = max_tokens
-        self._width = max_blocks
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.block_size = block_size
+        self.max_tokens = max_tokens
+        self.max_blocks = max_blocks
+        self.device = device
+        self.num_slots = num_slots
         words = _LISTS * num_heads * (-(-max_tokens // _TILE) + LONG_PREFILL_ROWS)
+        pinned = device.type == "cuda"
         count = 4 * words + 2**14  # and a border for each processor, and alignment
-        self._device = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(num_slots)]
-        self._host = [torch.zeros(count, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
+        self._on_device = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+        self._host = [torch.zeros(count, dtype=torch.uint8, pin_memory=pinned) for _ in range(num_slots)]
         self._nothing = torch.zeros(16, dtype=torch.int32, device=device)
         self._starts = torch.zeros(LONG_PREFILL_ROWS + 1, dtype=torch.int32)
         self._pages = torch.zeros(LONG_PREFILL_ROWS, dtype=torch.int32)
         self._lengths = torch.zeros(LONG_PREFILL_ROWS, dtype=torch.int32)
         self._layout: list[int] | None = None  # where the plan keeps what; the same for every step
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a row that the block table has room for."""
+        return self.max_blocks * self.block_size
 
     def suits(self, params: AttentionParams) -> bool:
         """Whether a layer's attention is plain enough."""
@@ -82,25 +91,24 @@ class FlashInferPrefill:
         starts[0] = first
         starts[1 : count + 1] = first + np.cumsum(queries, dtype=np.int32)
         starts[count + 1 :] = starts[count]
-        pages[:count] = np.arange(first, first + count) * self._width
+        pages[:count] = np.arange(first, first + count) * self.max_blocks
         lengths[:count] = shape.kv_lengths[first:]
         lengths[count:] = 0
-        num_heads, num_kv_heads, block_size = self._sizes
         layout = self._module.plan(
             self._nothing,
-            self._device[slot],
+            self._on_device[slot],
             self._host[slot],
             self._starts,
             self._pages,
             self._lengths,
-            self._max_tokens,  # and the number of rows: the layout depends on these two
+            self.max_tokens,  # and the number of rows: the layout depends on these two
             LONG_PREFILL_ROWS,
-            num_heads,
-            num_kv_heads,
-            block_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.block_size,
             True,  # a layout for graphs
-            self._head_size,
-            self._head_size,
+            self.head_size,
+            self.head_size,
             True,  # causal
             -1,  # no window
         )
@@ -128,7 +136,7 @@ class FlashInferPrefill:
         assert self._layout is not None, "nothing has been planned"
         self._module.paged_run(
             self._nothing,
-            self._device[slot],
+            self._on_device[slot],
             self._layout,
             query,
             keys,
@@ -155,7 +163,7 @@ class FlashInferPrefill:
 
 
 def find_flashinfer(
-    wanted: PrefillAttention,
+    wanted: Literal["auto", "triton", "flashinfer"],
     *,
     params: list[AttentionParams],
     num_heads: int,
@@ -198,9 +206,69 @@ def find_flashinfer(
         max_blocks=max_blocks,
         device=device,
     )
-    for slot in (0, 1):
-        found.plan(slot, StepShape())
+    if not computes_the_same(found, dtype):
+        # A newer FlashInfer may call for other arguments.
+        raise ConfigurationError(
+            f"FlashInfer {version('flashinfer-python')} computes another attention than our kernel. Set "
+            "prefill_attention to 'triton'"
+        )
     return found
+
+
+@torch.inference_mode()
+def computes_the_same(found: FlashInferPrefill, dtype: torch.dtype) -> bool:
+    """Compare with our own kernel, on random numbers: rows of odd lengths after decode rows, pages in any order."""
+    from backend.kernels.paged_prefill import paged_prefill, prefill_config
+
+    device = found.device
+    decode = 2
+    queries, lengths = [], []
+    room = found.max_tokens - decode
+    for wanted, cached in ((130, 77), (33, 0), (1, 40)):
+        count = max(min(wanted, room, found.max_length), 0)
+        queries.append(count)
+        lengths.append(min(count + cached, found.max_length))
+        room -= count
+    shape = StepShape(decode, True, True, 0, [1] * decode + queries, [1] * decode + lengths)
+    rows = decode + len(queries)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    num_blocks = sum(-(-length // found.block_size) for length in shape.kv_lengths)
+    order = torch.randperm(num_blocks, generator=generator).to(device, torch.int32)
+    table = torch.zeros(rows, found.max_blocks, dtype=torch.int32, device=device)
+    used = 0
+    for row, length in enumerate(shape.kv_lengths):
+        width = -(-length // found.block_size)
+        table[row, :width] = order[used : used + width]
+        used += width
+    keys, values = (
+        normal(num_blocks, found.block_size, found.num_kv_heads, found.head_size) for _ in range(2)
+    )
+    query = normal(decode + sum(queries), found.num_heads + 2, found.head_size)[:, : found.num_heads]
+    ours = torch.zeros(query.shape, dtype=dtype, device=device)
+    theirs = ours.clone()
+    starts = torch.tensor([*range(decode), *itertools.accumulate(queries, initial=decode)])
+    paged_prefill(
+        query,
+        keys,
+        values,
+        table,
+        starts.clamp(min=decode).to(device, torch.int32),
+        torch.tensor(shape.kv_lengths).to(device, torch.int32),
+        scale=found.head_size**-0.5,
+        output=ours,
+        config=prefill_config(found.num_heads // found.num_kv_heads, found.head_size, dtype, long=True),
+    )
+    for slot in range(found.num_slots):
+        theirs.zero_()
+        found.plan(slot, shape)
+        found.run(query, keys, values, table, slot=slot, scale=found.head_size**-0.5, output=theirs)
+        if not torch.allclose(theirs.float(), ours.float(), rtol=0.0, atol=_LARGEST_DIFFERENCE):
+            return False
+    return True
 
 
 def _unfit(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from backend.graphs import GraphKey, GraphRunner
 from backend.runner import Runner, StepForward
 from backend.sequence import Sequence
 from backend.slots import Slot
@@ -30,6 +31,45 @@ class Spy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
+
+
+class Comparing:
+    """Computes each graph's step again, uncaptured, twice for every key: sizes, slot."""
+
+    def __init__(self, runner: GraphRunner, spy: Spy) -> None:
+        self._runner = runner
+        self._spy = spy
+        self.found: dict[GraphKey, list[tuple[torch.Tensor, ...]]] = {}
+
+    @torch.inference_mode()
+    def execute(self, slot: Slot, previous: Slot | None) -> None:
+        runner, inputs, plan = self._runner, slot.inputs, slot.plan
+        runner.execute(slot, previous)
+        assert inputs is not None
+        assert plan is not None
+        mixed = plan.num_decode < len(plan.sequences)
+        slots = runner._slots
+        key = GraphKey(mixed, len(inputs.input_ids), slots.index(slot), slot.shape.long_prefill)
+        found = self.found.setdefault(key, [])
+        if len(found) == 2 or not slot.sampled:
+            return
+        sampled = len(slot.sampled)
+        replayed = self._spy.logits[:sampled].clone(), slot.device_tokens.clone()
+        self._spy.logits.fill_(float("nan"))
+        slot.device_tokens.fill_(-7)
+        runner._compute(slot, slots[1 - key.slot], inputs, runner.padded_shape(key))
+        found.append((*replayed, self._spy.logits[:sampled].clone(), slot.device_tokens.clone()))
+
+    def check(self) -> int:
+        """All pairs are equal, to the bit; returns how many there are."""
+        different = [
+            (key, (logits != again).sum().item(), (tokens != tokens_again).sum().item())
+            for key, pairs in self.found.items()
+            for logits, tokens, again, tokens_again in pairs
+            if not (torch.equal(logits, again) and torch.equal(tokens, tokens_again))
+        ]
+        assert not different
+        return sum(map(len, self.found.values()))
 
 
 class TeacherForcing:
