@@ -50,26 +50,26 @@ def measure(
     with Client(settings) as client, ExitStack() as stack:
         engine = client.engine()
         fleet._submit(client, 500)  # connections, compiled statements
-        for worker in (False, True):
-            if worker:
-                _empty(engine)
-                fleet._submit(client, 10_000)
-                running = stack.enter_context(fleet._worker(settings, folder))
-                fleet._wait(lambda: _succeeded(engine) > 0, running, "the first job to end")
-            else:
-                found.setdefault((ALONE, worker), []).append(fleet._database_alone(client, engine, jobs))
-            took = _seconds(lambda: fleet._submit(client, jobs))
-            found.setdefault((CLIENT, worker), []).append(jobs / took)
-            if not worker:
-                _empty(engine)
-                with lines.open("rb") as file:
-                    made, _ = validate_source(
-                        str(lines), file, LineOptions(defaults={"model": settings.model})
-                    )
-                    runner = BulkRunner(client)
-                    batch_id = runner.create("benchmark", made)
-                    took = _seconds(lambda: runner.feed(batch_id, made, file, bounded=False))
-                found.setdefault((FILE, worker), []).append(jobs / took)
+        _empty(engine)
+        found.setdefault((ALONE, False), []).append(fleet._database_alone(client, engine, jobs))
+        found.setdefault((CLIENT, False), []).append(jobs / _seconds(lambda: fleet._submit(client, jobs)))
+        _empty(engine)
+        found.setdefault((FILE, False), []).append(jobs / _feeding_s(client, lines))
+        _empty(engine)
+        fleet._submit(client, 10_000)
+        running = stack.enter_context(fleet._worker(settings, folder))
+        fleet._wait(lambda: _succeeded(engine) > 0, running, "the first job to end")
+        found.setdefault((CLIENT, True), []).append(jobs / _seconds(lambda: fleet._submit(client, jobs)))
+
+
+def _feeding_s(client: Client, lines: Path) -> float:
+    """Seconds to make jobs of a file whose lines have been checked."""
+    with lines.open("rb") as file:
+        options = LineOptions(defaults={"model": client.settings.model})
+        made, _ = validate_source(str(lines), file, options)
+        runner = BulkRunner(client)
+        batch_id = runner.create("benchmark", made)
+        return _seconds(lambda: runner.feed(batch_id, made, file, bounded=False))
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -90,7 +90,9 @@ def _empty(engine: Engine) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the measurement; see the module's text."""
-    parser = argparse.ArgumentParser(prog="benchmarks.submission", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.submission", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--jobs", type=int, default=20_000)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder for the results")
