@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from backend.api import MAX_LOGPROBS, UnsupportedModelError
-from backend.attention.interface import (
-    ATTENTION_NAME,
-    STEP_ARGUMENT,
-    AttentionKernel,
-    ProbeStep,
-)
+from backend.attention.interface import AttentionKernel, ProbeStep
 from backend.attention.sdpa import SdpaKernel
 from backend.blocks import BlockAllocator
 from backend.config import EngineConfig
 from backend.core import EngineCore, OutputSink
 from backend.graphs import GraphRunner, decode_buckets
-from backend.kv_cache import (
-    MIB,
-    KVCache,
-    LayerShape,
-    bytes_per_block,
-    check_num_blocks,
-    choose_num_blocks,
-    memory_fraction,
-)
-from backend.loading import LoadedModel, load_model, unsupported
-from backend.memory import MARGIN_BYTES, DeviceMemory, Needs, device_memory, memory_errors, step_bytes
+from backend.kv_cache import MIB, KVCache, LayerShape
+from backend.loading import LoadedModel, load_model
+from backend.memory import DeviceMemory, Needs, device_memory, memory_errors
 from backend.packed_linear import pack_linears
-from backend.row_params import padding_column
+from backend.probe import native_logits, probe_layers, single_row, verify_paged
 from backend.rows import RowTable
 from backend.runner import ModelRunner, ModuleForward, Runner, SamplingStage, StepForward
-from backend.sampling import PenaltyState, Sampler, SamplingBatch
 from backend.scheduler import Scheduler, StepPlan
-from backend.slots import Slot, SlotLimits, StepInputs, StepLayout, StepShape
+from backend.sizing import make_cache, measure_needs
+from backend.slots import Slot, SlotLimits, StepLayout
 from backend.streams import Streams, make_streams
 
 logger = logging.getLogger(__name__)
-
-_CHECK_TOKENS = 40
-_CHECK_DECODE = 6  # of them, computed one at a time
-# Largest difference of a token's paged and native logits, as a share of the largest logit. The native softmax, norms
-# and rotary embedding are float32 even in a float64 model.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(slots=True)
@@ -230,7 +209,7 @@ def can_capture(
         logger.warning("steps run without CUDA graphs, since attention runs on PyTorch's operators")
         return False
     cache = KVCache(layers, num_blocks=1, block_size=block_size, dtype=loaded.dtype, device=loaded.device)
-    inputs, shape = _single_row(0, 1, block_size, loaded.device, decode=True)
+    inputs, shape = single_row(0, 1, block_size, loaded.device, decode=True)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -307,216 +286,3 @@ def make_slots(
 def _penalty_tokens(config: EngineConfig, max_model_len: int) -> int:
     # At least one sequence with penalties can be admitted, whatever its length.
     return max_model_len + config.max_num_batched_tokens
-
-
-def measure_needs(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    layers: list[LayerShape],
-    forward: StepForward,
-    over: Callable[[KVCache], ModelRunner | GraphRunner],
-    slots: tuple[Slot, Slot],
-    streams: Streams,
-    memory: DeviceMemory,
-) -> Needs:
-    """What the engine will take once the cache is made: measured by its largest steps over a cache of one block."""
-    state = PenaltyState.num_bytes(config.max_num_seqs, loaded.vocab_size)
-    if loaded.device.type != "cuda":
-        return Needs(state=state)
-    small = KVCache(
-        layers, num_blocks=1, block_size=config.block_size, dtype=loaded.dtype, device=loaded.device
-    )
-    runner = over(small)
-    streams.join_others()  # weights, cache and buffers were made on the default stream
-    if isinstance(runner, GraphRunner):
-        return runner.measure(slots, streams, memory)
-    step = step_bytes(memory, lambda: largest_step(config, loaded, forward, small))
-    return Needs(step=step, state=state, margin=MARGIN_BYTES)
-
-
-@torch.inference_mode()
-def largest_step(config: EngineConfig, loaded: LoadedModel, forward: StepForward, cache: KVCache) -> None:
-    """The most tokens a step may have, at the end of the longest context, and every row sampling by every option.
-
-    All of it lies in block 0: how much memory a step takes does not depend on where its tokens are.
-    """
-    count = min(config.max_num_batched_tokens, loaded.max_model_len)
-    inputs, shape = _single_row(
-        loaded.max_model_len - count, loaded.max_model_len, config.block_size, loaded.device, decode=False
-    )
-    inputs.block_table.zero_()
-    inputs.cache_slots.zero_()
-    rows = config.max_num_seqs
-    inputs.sample_tokens = torch.zeros(rows, dtype=torch.int32, device=loaded.device)
-    logits = forward(torch.zeros_like(inputs.input_ids), inputs, shape, cache)
-    Sampler(loaded.vocab_size, loaded.device).sample(logits, _every_option(rows, loaded.device))
-
-
-def _every_option(rows: int, device: torch.device) -> SamplingBatch:
-    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=device)
-
-    ids = torch.zeros(rows, 1, dtype=torch.int32, device=device)
-    return SamplingBatch(
-        temperature=full(1.0),
-        top_k=full(0, torch.int32),
-        top_p=full(0.999),
-        min_p=full(0.001),
-        seed=full(0, torch.int64),
-        output_index=full(0, torch.int32),
-        repetition_penalty=full(1.0),
-        presence_penalty=full(0.0),
-        frequency_penalty=full(0.0),
-        penalty_row=full(-1, torch.int32),
-        bias_ids=ids,
-        bias_values=ids.to(torch.float32),
-        banned_ids=ids,
-        any_random=True,
-        any_top_p=True,
-        any_min_p=True,
-        any_bias=True,
-        any_banned=True,
-        num_logprobs=MAX_LOGPROBS,
-    )
-
-
-def make_cache(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    layers: list[LayerShape],
-    kernel: AttentionKernel,
-    free_bytes: int,
-    needs: Needs,
-) -> KVCache:
-    """The cache, sized by the configuration or by the memory that is free beside what is still needed."""
-    block_bytes = bytes_per_block(layers, config.block_size, loaded.dtype)
-    if kernel.name == "sdpa" and loaded.device.type == "cuda":
-        # It gathers the rows' blocks of a layer, all of them in the worst step.
-        block_bytes += max(bytes_per_block([layer], config.block_size, loaded.dtype) for layer in layers)
-    if config.num_kv_blocks is not None:
-        num_blocks = check_num_blocks(
-            config.num_kv_blocks, free_bytes=free_bytes, block_bytes=block_bytes, needed_bytes=needs.total
-        )
-    else:
-        num_blocks = choose_num_blocks(
-            free_bytes=free_bytes,
-            fraction=memory_fraction(config.kv_memory_fraction, loaded.device),
-            block_bytes=block_bytes,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=loaded.max_model_len,
-            needed_bytes=needs.total,
-        )
-    return KVCache(
-        layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=loaded.device
-    )
-
-
-@torch.inference_mode()
-def probe_layers(loaded: LoadedModel) -> ProbeStep:
-    """Shapes and attention parameters of all layers, learnt from one forward pass, not from the configuration.
-
-    Raises:
-        UnsupportedModelError: the layers do not reach our attention as the paged cache needs it.
-    """
-    probe = ProbeStep()
-    ids = torch.zeros(1, 4, dtype=torch.int64, device=loaded.device)
-    positions = torch.arange(4, device=loaded.device)[None]
-    arguments: dict[str, Any] = {STEP_ARGUMENT: probe}
-    loaded.model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)
-    count = int(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
-    missing = probe.settle(count)
-    if missing:
-        raise unsupported(f"layers {missing[:8]} of the model do not use the paged attention")
-    return probe
-
-
-def check_tokens(loaded: LoadedModel) -> torch.Tensor:
-    """The tokens on which paged and native logits are compared, int64 on the model's device."""
-    count = min(_CHECK_TOKENS, loaded.max_model_len)
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, loaded.vocab_size, (count,), generator=generator).to(loaded.device)
-
-
-@torch.inference_mode()
-def native_logits(loaded: LoadedModel) -> torch.Tensor:
-    """The model's own logits of ``check_tokens``, by its own attention; before its weights are touched."""
-    loaded.model.set_attn_implementation("eager")
-    try:
-        logits: torch.Tensor = loaded.model(input_ids=check_tokens(loaded)[None], use_cache=False).logits[0]
-    finally:
-        loaded.model.set_attn_implementation(ATTENTION_NAME)
-    return logits
-
-
-@torch.inference_mode()
-def verify_paged(
-    loaded: LoadedModel,
-    layers: list[LayerShape],
-    native: torch.Tensor,
-    forward: StepForward,
-    block_size: int,
-) -> None:
-    """Compare paged logits with the model's own on a few tokens: two prefill chunks and decode steps.
-
-    In 16 bits, half of a part's tokens may differ by more: where the experts of a mixture are nearly tied, rounding
-    sends a token to another one. What is computed wrongly shows in most tokens.
-
-    Raises:
-        UnsupportedModelError: they differ by more than the dtype explains.
-    """
-    ids = check_tokens(loaded)
-    count = ids.shape[0]
-    blocks = -(-count // block_size)
-    cache = KVCache(
-        layers, num_blocks=blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
-    )
-    decode_from = count - max(1, min(_CHECK_DECODE, count // 4))
-    borders = sorted({0, decode_from // 2, *range(decode_from, count + 1)})
-    errors = []  # largest one of each token
-    for start, end in itertools.pairwise(borders):
-        inputs, shape = _single_row(
-            start, end, block_size, loaded.device, decode=start > 0 and start >= decode_from
-        )
-        logits = forward(ids[start:end].to(torch.int32), inputs, shape, cache)
-        errors.append((logits - native[start:end]).abs().amax(dim=-1))
-    decode_steps = count - decode_from
-    parts = [*errors[:-decode_steps], torch.cat(errors[-decode_steps:])]
-    exact = loaded.dtype in (torch.float32, torch.float64)
-    error = (
-        torch.stack([part.max() if exact else part.median() for part in parts]).max().item()
-    )  # NaN if any is
-    scale = native.abs().max().item()
-    if not error <= _TOLERANCE[loaded.dtype] * max(scale, 1e-6):
-        raise unsupported(
-            f"its logits on the paged cache differ from its own by {error:.3g} (largest logit {scale:.3g})"
-        )
-
-
-def _single_row(
-    start: int, end: int, block_size: int, device: torch.device, *, decode: bool
-) -> tuple[StepInputs, StepShape]:
-    """Inputs of a step with one row of known tokens in blocks 0, 1, 2, …"""
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    count = end - start
-    inputs = StepInputs(
-        input_ids=ints([0] * count),
-        positions=ints(list(range(start, end))),
-        carry_over=ints([-1] * count),
-        cache_slots=ints(list(range(start, end))),
-        query_starts=ints([0, count]),
-        kv_lengths=ints([end]),
-        decode_lengths=ints([end if decode else 0]),
-        prefill_starts=ints([int(decode), count]),
-        block_table=ints(list(range(-(-end // block_size))))[None],
-        sample_tokens=ints(list(range(count))),
-        seeds=torch.zeros(count, dtype=torch.int64, device=device),
-        params=torch.from_numpy(padding_column())[:, None].repeat(1, count).to(device),
-        lists=ints([]),
-        packed=ints([]),
-    )
-    shape = StepShape(num_decode=int(decode), has_prefill=not decode, query_lengths=[count], kv_lengths=[end])
-    return inputs, shape

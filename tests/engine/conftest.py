@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
-from backend.assembly import probe_layers
 from backend.config import EngineConfig
 from backend.core import EngineCore
 from backend.engine import AsyncEngine
 from backend.kv_cache import LayerShape
 from backend.loading import LoadedModel, load_model
+from backend.probe import probe_layers
 from backend.runner import Runner
 from backend.slots import Slot
 from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.api import FinishReason
-from backend.assembly import native_logits, verify_paged
 from backend.attention.sdpa import SdpaKernel
+from backend.probe import native_logits, verify_paged
 from backend.runner import ModuleForward
 from backend.sequence import Sequence
 from tests.engine.conftest import NEW_TOKENS, TinyModel

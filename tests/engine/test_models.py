@@ -15,21 +15,16 @@ import torch
 
 from backend import assembly, loading, model_source
 from backend.api import ConfigurationError, UnsupportedModelError
-from backend.assembly import (
-    build_engine,
-    largest_step,
-    native_logits,
-    probe_layers,
-    verified_forward,
-    verify_paged,
-)
+from backend.assembly import build_engine, verified_forward
 from backend.attention.sdpa import SdpaKernel
 from backend.config import EngineConfig
 from backend.fused import find_pattern, fuse_layer
 from backend.kv_cache import KVCache, bytes_per_block
 from backend.loading import LoadedModel, expected_layers, load_model
 from backend.model_source import resolve_model
+from backend.probe import native_logits, probe_layers, verify_paged
 from backend.runner import ModuleForward
+from backend.sizing import largest_step
 from tests.engine.conftest import TinyModel
 from tests.engine.tiny_models import VOCAB, save_tiny_model
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from backend.api import ConfigurationError, Prompt
-from backend.assembly import build_engine, choose_forward, choose_kernel, probe_layers
+from backend.assembly import build_engine, choose_forward, choose_kernel
 from backend.config import EngineConfig
 from backend.engine import AsyncEngine
 from backend.graphs import GraphRunner
 from backend.kv_cache import MIB
 from backend.loading import load_model
 from backend.memory import CudaMemory
+from backend.probe import probe_layers
 from tests.engine.engine_driver import RecordingSink
 from tests.gpu.gpu_driver import submit
 from tests.gpu.gpu_models import DEVICE
