@@ -505,6 +505,42 @@ def test_trouble_is_tried_again_with_the_same_id_and_body(world: Engine) -> None
     assert (sender.counts.postponed, sender.counts.delivered) == (2, 1)
 
 
+def test_a_fault_of_ours_is_one_try_in_vain_and_not_one_for_ever(world: Engine) -> None:
+    add_with_callback(world, "j")
+    run_to_end(world, "j")
+
+    class Faulty(Hooks):
+        async def post(self, url: CallbackUrl, headers: Mapping[str, str], body: bytes) -> Answer:
+            raise ZeroDivisionError
+
+    sender = sender_for(world, Faulty())
+    send(sender)
+    record = of_job(world, "j")
+    assert (record.state, record.tries) == (CallbackState.DUE, 1)
+    assert record.error is not None
+    assert "ZeroDivisionError" in record.error
+    assert sender.counts.postponed == 1
+
+
+def test_what_was_taken_is_sent_although_the_next_host_cannot_be_read(world: Engine) -> None:
+    for host in ("a.example.com", "b.example.com"):
+        add_with_callback(world, host, callback=NewCallback(f"https://{host}/", host))
+    with world.begin() as conn:
+        request_cancel(conn, ["a.example.com", "b.example.com"])
+    hooks = Hooks()
+    sender = sender_for(world, hooks, hosts=(".example.com",))
+    take_them = sender._take
+
+    def breaks(conn: Any, host: str, limit: int) -> Any:
+        if host.startswith("b") and not hooks.sent:
+            raise RuntimeError("away")
+        return take_them(conn, host, limit)
+
+    sender._take = breaks  # type: ignore[method-assign]
+    send(sender)
+    assert [event["data"]["id"] for event in hooks.events()] == ["a.example.com", "b.example.com"]
+
+
 def test_gone_is_given_up_and_so_is_what_is_too_old(world: Engine) -> None:
     add_with_callback(world, "gone")
     run_to_end(world, "gone")

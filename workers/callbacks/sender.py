@@ -192,7 +192,12 @@ class CallbackSender:
             if room <= 0:
                 look.more = True
                 continue
-            taken = transaction(self._engine, partial(self._take, host=host, limit=room))
+            try:
+                taken = transaction(self._engine, partial(self._take, host=host, limit=room))
+            except Exception:
+                if look.taken:
+                    return look  # they are leased to us: send them, and meet the trouble at the next look
+                raise
             look.taken += taken
             look.more |= bool(taken)
             free -= len(taken)
@@ -260,9 +265,13 @@ class CallbackSender:
             answer = Answer(error=str(exc), refused=True)
         else:
             where = url.origin
-            body = event_of(claim.message_id, taken.end, include_output=claim.include_output)
-            headers = signed_headers(self._secrets, claim.message_id, int(self._clock()), body)
-            answer = await self._poster.post(url, headers, body)
+            try:
+                body = event_of(claim.message_id, taken.end, include_output=claim.include_output)
+                headers = signed_headers(self._secrets, claim.message_id, int(self._clock()), body)
+                answer = await self._poster.post(url, headers, body)
+            except Exception as exc:  # or it would be taken again with each lease, for ever
+                log.exception("fault while telling %s (%s)", where, claim.message_id)
+                answer = Answer(error=f"{type(exc).__name__} in the sender, see its log")
         self._note_host(claim.host, answer)
         decision = await asyncio.to_thread(self._record, claim, answer)
         self._note(claim, where, answer, decision)
