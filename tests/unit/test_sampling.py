@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,31 +24,9 @@ from transformers import (
 
 from backend import philox
 from backend.sampling import PenaltyState, SampledTokens, Sampler, SamplingBatch, top_candidates
+from tests.gpu.sample_rows import Row
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Parameters of one row, as a request states them."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    index: int = 0
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    bias: dict[int, float] = field(default_factory=dict)
-    banned: tuple[int, ...] = ()
-    prompt: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
-
-    @property
-    def penalised(self) -> bool:
-        return self.repetition != 1 or self.presence != 0 or self.frequency != 0
 
 
 def padded(lists: Sequence[Sequence[Any]], fill: float, dtype: torch.dtype) -> Tensor:
