@@ -39,7 +39,7 @@ from models_db.callbacks import (
 from models_db.claims import ClaimItem, FinishItem, claim, finish
 from models_db.deaths import bury
 from models_db.jobs import insert_jobs, request_cancel, retry_failed
-from models_db.migrate import upgrade
+from models_db.migrate import downgrade, upgrade
 from models_db.retention import prune
 from models_db.reuse import ReusedJob, insert_reused
 from models_db.session import make_engine, transaction
@@ -379,6 +379,18 @@ def test_it_goes_with_its_job_and_with_its_batch(world: Engine) -> None:
         assert conn.scalar(select(func.count()).select_from(Callback)) == 0
 
 
+def test_the_migration_goes_down_and_up_with_callbacks_there(empty_url: str) -> None:
+    upgrade(empty_url)
+    engine = make_engine(empty_url)
+    add_with_callback(engine, "j")
+    downgrade(empty_url, "0005")
+    upgrade(empty_url)
+    with engine.connect() as conn:
+        assert conn.scalars(select(Job.id)).all() == ["j"]
+    assert states(engine) == {}
+    engine.dispose()
+
+
 def test_looking_costs_the_same_however_many_wait(tmp_path: Path) -> None:
     """A million jobs that run must not be looked through each second: the plan uses the index alone."""
     url = f"sqlite:///{tmp_path / 'plans.db'}"
@@ -628,6 +640,26 @@ def test_a_slow_host_does_not_hold_up_another(world: Engine) -> None:
     hooks = asyncio.run(asyncio.wait_for(scene(), 60))
     assert hooks.most == 3
     assert len(hooks.sent) == len({headers["webhook-id"] for _, headers, _ in hooks.sent}) == 12
+
+
+def test_a_host_that_asks_for_a_rest_gets_it_as_a_whole(world: Engine) -> None:
+    add_with_callback(world, "first", "second")
+    add_with_callback(world, "other", callback=NewCallback("https://other.example.com/", "other.example.com"))
+    with world.begin() as conn:
+        request_cancel(conn, ["first", "second", "other"])
+    hooks = Hooks(Answer(429, retry_after_s=30))
+    sender = sender_for(world, hooks, hosts=(".example.com",), per_host=1)
+    now = 0.0
+    sender._monotonic = lambda: now
+    send(sender)
+    assert [url.host for url, _, _ in hooks.sent] == [HOST, "other.example.com"]
+    now = 29.0
+    send(sender)
+    assert len(hooks.sent) == 2
+    now = 31.0
+    send(sender)
+    assert [url.host for url, _, _ in hooks.sent[2:]] == [HOST]
+    assert sorted(states(world).values()) == ["delivered", "delivered", "due"]
 
 
 def test_a_sender_outlives_a_database_that_is_away(world: Engine, caplog: pytest.LogCaptureFixture) -> None:

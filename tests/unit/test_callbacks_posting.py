@@ -161,6 +161,32 @@ def test_a_long_answer_is_not_read_to_its_end() -> None:
     assert answer.status == 200
 
 
+@pytest.mark.parametrize(("timeout_s", "then"), [(5.0, "wait"), (0.5, "wait"), (5.0, "break")])
+def test_an_answer_counts_when_its_head_is_there(timeout_s: float, then: str) -> None:
+    """Or a receiver that has taken the event would get it again."""
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx")
+                if then == "wait":
+                    stop.wait(20)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        began = time.monotonic()
+        url = CallbackUrl("http", NAME, server.getsockname()[1], "/")
+        (answer,), _ = post(url, timeout_s=timeout_s)
+        took = time.monotonic() - began
+        stop.set()
+        thread.join(5)
+    assert answer == Answer(200)
+    assert took < 4.5, "the body is not waited for"
+
+
 @pytest.mark.parametrize("said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + b"x" * 300_000])
 def test_what_is_no_http_is_an_error_on_one_line(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -9,6 +9,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ except ImportError as exc:
     ) from exc
 
 MAX_RESPONSE_BYTES = 16_384  # read for politeness, and thrown away
+MAX_RESPONSE_S = 1.0
 MOST_ADDRESSES = 4
 CONNECT_TIMEOUT_S = 5.0
 
@@ -125,19 +127,23 @@ class Poster:
 
     async def post(self, url: CallbackUrl, headers: Mapping[str, str], body: bytes) -> Answer:
         """Send one request. What goes wrong on the way is an answer, too, never an exception."""
+        came: list[Answer] = []  # once its head is there an answer counts, whatever becomes of its body
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._post(url, headers, body)
+                await self._post(url, headers, body, came)
         except TimeoutError:
-            return Answer(error=f"no answer within {self._timeout_s:g} s")
+            return came[0] if came else Answer(error=f"no answer within {self._timeout_s:g} s")
         except RefusedAddressError as exc:
             return Answer(error=str(exc), refused=True)
         except httpcore.TimeoutException as exc:
-            return Answer(error=_words(exc, "timed out"))
+            return came[0] if came else Answer(error=_words(exc, "timed out"))
         except (httpcore.NetworkError, httpcore.ProtocolError, OSError, ValueError) as exc:
-            return Answer(error=_words(exc, "the connection failed"))
+            return came[0] if came else Answer(error=_words(exc, "the connection failed"))
+        return came[0]
 
-    async def _post(self, url: CallbackUrl, headers: Mapping[str, str], body: bytes) -> Answer:
+    async def _post(
+        self, url: CallbackUrl, headers: Mapping[str, str], body: bytes, came: list[Answer]
+    ) -> None:
         sent: dict[str, str] = {
             "host": url.netloc,
             "content-type": "application/json",
@@ -169,21 +175,20 @@ class Poster:
                 found = {name.lower(): value for name, value in response.headers}
                 asked = found.get(b"retry-after", b"").decode("latin-1") or None
                 now = datetime.fromtimestamp(self._now(), UTC)
+                came.append(Answer(response.status, retry_after_s=retry_after(asked, now)))
                 await self._skip(response)
-                return Answer(response.status, retry_after_s=retry_after(asked, now))
             finally:
                 await response.aclose()
 
     async def _skip(self, response: Any) -> None:
         """Read a little of the body, so that the receiver need not see a broken connection."""
         read = 0
-        try:
-            async for block in response.aiter_stream():
-                read += len(block)
-                if read >= MAX_RESPONSE_BYTES:
-                    return
-        except (httpcore.NetworkError, httpcore.ProtocolError):
-            return  # the status has come, and nothing else counts
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAX_RESPONSE_S):
+                async for block in response.aiter_stream():
+                    read += len(block)
+                    if read >= MAX_RESPONSE_BYTES:
+                        return
 
 
 def _words(exc: Exception, otherwise: str) -> str:
