@@ -24,7 +24,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from backend.api import ConfigurationError
 from backend.config import EngineConfig
-from workers.callbacks.signing import key_of
+from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.urls import HostRule
 
 ENV_PREFIX = "TOKENMILL_"
@@ -258,8 +258,8 @@ class Settings(BaseSettings):
     )
     callback_secrets: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         (),
-        description="sign callbacks, each of them; the newest first. Needed where callbacks are sent; "
-        "`tokenmill callbacks secret` makes one",
+        description="sign callbacks, each of them; `host=whsec_…` signs for that host alone, without the others. "
+        "Needed where callbacks are sent; `tokenmill callbacks secret` makes one",
     )
     callback_sender: bool = Field(
         True,
@@ -324,8 +324,7 @@ class Settings(BaseSettings):
     @field_validator("callback_secrets")
     @classmethod
     def _keys(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for secret in value:
-            key_of(secret.get_secret_value())
+        SecretBook.parse(secret.get_secret_value() for secret in value)
         return value
 
     @field_serializer("callback_secrets", when_used="json")

@@ -578,6 +578,17 @@ def test_a_host_that_is_listed_no_more_gets_nothing(world: Engine) -> None:
     assert "token" not in error.lower().replace("tokenmill", "")
 
 
+def test_nothing_is_sent_unsigned(world: Engine) -> None:
+    add_with_callback(world, "j")
+    run_to_end(world, "j")
+    hooks = Hooks()
+    rules = CallbackRules((HostRule.parse(HOST),))
+    sender = CallbackSender(world, rules, [f"other.example.com={SECRET}"], hooks)
+    send(sender)
+    assert hooks.sent == []
+    assert "callback_secrets" in str(of_job(world, "j").error)
+
+
 def test_a_batch_that_nobody_watches_is_ended_and_told_of(world: Engine) -> None:
     with world.begin() as conn:
         watched = create_batch(conn, name="nightly", state=BatchState.IN_PROGRESS, total=1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from backend.api import RequestError
 from workers.callbacks.addresses import RefusedAddressError, check_addresses, refusal
 from workers.callbacks.schedule import FEW_TRIES, LONGEST_PAUSE_S, Answer, Verdict, decide, retry_after
+from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.signing import (
     CallbackSignatureError,
     key_of,
@@ -193,6 +194,24 @@ def test_no_text_gets_past_the_list(text: str) -> None:
     except RequestError:
         return
     assert any(rule.allows(url) for rule in RULES.hosts)
+
+
+def test_a_host_of_its_own_secret_is_signed_for_with_that_alone() -> None:
+    shared, own, below, renewed = (new_secret() for _ in range(4))
+    book = SecretBook.parse(
+        [shared, f"hooks.example.com={own}", f".internal.example.com={below}", f"hooks.example.com={renewed}"]
+    )
+    assert book.of(check_callback_url("https://hooks.example.com/", RULES)) == [own, renewed]
+    assert book.of(check_callback_url("https://a.internal.example.com/", RULES)) == [below]
+    assert book.of(check_callback_url("https://other.example.com:8443/", RULES)) == [shared]
+    only = SecretBook.parse([f"hooks.example.com={own}"])
+    assert only.of(check_callback_url("https://other.example.com:8443/", RULES)) == []
+    assert own not in repr(book)
+    for entry in (f"*={own}", f"={own}", "hooks.example.com=correct-horse", shared + own):
+        with pytest.raises(ValueError) as caught:
+            SecretBook.parse([entry])
+        assert own not in str(caught.value)
+        assert "horse" not in str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------------- addresses

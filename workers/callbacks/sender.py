@@ -36,6 +36,7 @@ from models_db.faults import summary
 from models_db.session import reading, transaction
 from workers.callbacks.body import event_of
 from workers.callbacks.schedule import Answer, Decision, Verdict, decide
+from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.signing import signed_headers
 from workers.callbacks.urls import CallbackRules, CallbackUrl, check_callback_url
 
@@ -104,7 +105,7 @@ class CallbackSender:
     """See the module.
 
     Args:
-        secrets: sign every message, each of them; the newest first.
+        secrets: entries of ``SecretBook``; each that is for a message's host signs it.
         clock: seconds since 1970, for the time in the signature.
         monotonic: seconds, for pauses.
         spread: chance, for pauses and for which of the oldest callbacks to take.
@@ -126,7 +127,7 @@ class CallbackSender:
         self.counts = Counts()
         self._engine = engine
         self._rules = rules
-        self._secrets = tuple(secrets)
+        self._secrets = SecretBook.parse(secrets)
         self._poster = poster
         self._limits = limits or SenderLimits()
         self._poll_s = poll_s
@@ -258,16 +259,23 @@ class CallbackSender:
         claim = taken.claim
         if taken.end is None:
             return  # its job runs again; the next end makes it due
-        where, answer = claim.host, Answer()
+        where = claim.host
         try:
             url = check_callback_url(claim.url, self._rules)
+            secrets = self._secrets.of(url)
+            if not secrets:
+                raise RequestError(
+                    f"nothing signs what goes to {url.netloc}",
+                    field="callback_secrets",
+                    fix="Add a secret for it, or one for all hosts",
+                )
         except RequestError as exc:
             answer = Answer(error=str(exc), refused=True)
         else:
             where = url.origin
             try:
                 body = event_of(claim.message_id, taken.end, include_output=claim.include_output)
-                headers = signed_headers(self._secrets, claim.message_id, int(self._clock()), body)
+                headers = signed_headers(secrets, claim.message_id, int(self._clock()), body)
                 answer = await self._poster.post(url, headers, body)
             except Exception as exc:  # or it would be taken again with each lease, for ever
                 log.exception("fault while telling %s (%s)", where, claim.message_id)

@@ -21,9 +21,9 @@ from backend.api import TokenmillError
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
+SECRET_PREFIX = "whsec_"
 TOLERANCE_S = 300.0
 
-_PREFIX = "whsec_"
 _VERSION = "v1"
 _SHORTEST_KEY = 24  # bytes
 _LONGEST_KEY = 64
@@ -37,7 +37,7 @@ class CallbackSignatureError(TokenmillError, ValueError):
 
 def new_secret() -> str:
     """A fresh random secret."""
-    return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode("ascii")
+    return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode("ascii")
 
 
 def key_of(secret: str) -> bytes:
@@ -47,12 +47,12 @@ def key_of(secret: str) -> bytes:
         ValueError: it is no secret; the message does not contain it.
     """
     try:
-        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+        key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
     except (binascii.Error, ValueError):
         key = b""
-    if not secret.startswith(_PREFIX) or not _SHORTEST_KEY <= len(key) <= _LONGEST_KEY:
+    if not secret.startswith(SECRET_PREFIX) or not _SHORTEST_KEY <= len(key) <= _LONGEST_KEY:
         raise ValueError(
-            f"must be {_PREFIX} and {_SHORTEST_KEY} to {_LONGEST_KEY} random bytes in base64. "
+            f"must be {SECRET_PREFIX} and {_SHORTEST_KEY} to {_LONGEST_KEY} random bytes in base64. "
             "Make one: tokenmill callbacks secret"
         )
     return key
