@@ -728,6 +728,21 @@ def test_a_stop_waits_a_little_and_leaves_the_rest_to_others(world: Engine) -> N
     assert [event["data"]["id"] for event in hooks.events()] == ["j"]
 
 
+def test_what_is_due_when_it_stops_is_still_sent(world: Engine) -> None:
+    add_with_callback(world, "j")
+    run_to_end(world, "j")
+    hooks = Hooks()
+
+    async def scene() -> None:
+        stop = asyncio.Event()
+        stop.set()
+        await asyncio.wait_for(sender_for(world, hooks).run(stop), 20)
+
+    asyncio.run(scene())
+    assert [event["data"]["id"] for event in hooks.events()] == ["j"]
+    assert states(world) == {"j": CallbackState.DELIVERED}
+
+
 def test_a_sender_that_cannot_send_says_what_is_missing(db: Engine) -> None:
     from workers.callbacks.service import make_sender
     from workers.settings import load_settings

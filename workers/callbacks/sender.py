@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -143,7 +144,10 @@ class CallbackSender:
         self._fault = ""
 
     async def run(self, stop: asyncio.Event, *, away_s: float = AWAY_S) -> None:
-        """Send until ``stop`` is set; then take nothing more and give what is under way a little time."""
+        """Send until ``stop`` is set; then what is due by now, for a little time.
+
+        A worker's last jobs have ended just before, and this host may be the only one that sends.
+        """
         while not stop.is_set():
             self._freed.clear()
             wake = [stop]
@@ -162,6 +166,9 @@ class CallbackSender:
                 if self._after:
                     pause_s = NEXT_HOSTS_S
             await _first(wake, pause_s)
+        with suppress(Exception):  # the others, or the next start
+            for taken in (await asyncio.to_thread(self._look)).taken:
+                self._start(taken)
         await self._drain()
 
     async def send_due(self) -> None:
