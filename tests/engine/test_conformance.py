@@ -400,6 +400,23 @@ def test_priority_then_arrival(start: Start) -> None:
     assert_idle(backend)
 
 
+def test_bulk_gets_the_slot_that_it_keeps(start: Start) -> None:
+    backend = start(max_num_seqs=2, bulk_min_share=0.5)
+    blockers = run_long(backend, 2)
+    order: list[int] = []
+    handles = []
+    for priority in (0, 6, 3, 6, 0):
+        handle = backend.submit(ask(max_tokens=2, priority=priority))
+        handle.future.add_done_callback(lambda _, priority=priority: order.append(priority))  # type: ignore[misc]
+        handles.append(handle)
+    end(blockers[:1])
+    for handle in handles:
+        handle.result(WAIT_S)
+    assert order == [6, 6, 0, 0, 3]
+    end(blockers[1:])
+    assert_idle(backend)
+
+
 def test_submit_from_many_threads(backend: Backend) -> None:
     expected = {n: backend.submit(ask(n, max_tokens=6)).result(WAIT_S).token_ids for n in range(1, 9)}
     gate = threading.Barrier(8)
