@@ -18,6 +18,8 @@ from typing import IO, Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, exists, func, or_, select
 
+from models_db.archive import SUFFIX as PARQUET
+from models_db.archive import parquet_archive
 from models_db.base import Base, utcnow
 from models_db.errors import InvalidValueError
 from models_db.rollup_tables import JobMinute, LatencyMinute, ThroughputHour, ThroughputMinute
@@ -64,7 +66,8 @@ def prune(
     times as many samples. Takes an engine, because it commits by itself.
 
     Args:
-        archive: a new file, ``.jsonl`` or ``.jsonl.gz``, that gets each row as a line, on disk before the row goes.
+        archive: a new file, ``.jsonl`` or ``.jsonl.gz``, that gets each row as a line, or a new folder ``.parquet``
+            with a file for each table (see ``models_db.archive``). A row is on disk before it goes.
             After a crash the last rows may be both there and here, never in neither.
 
     Raises:
@@ -107,9 +110,16 @@ def _archive(path: Path | None) -> Iterator[Keep]:
     if path is None:
         yield lambda conn, table, condition: None
         return
+    if path.suffix == PARQUET:
+        with parquet_archive(path) as keep:
+            yield keep
+        return
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise InvalidValueError(
-            "archive", "must be a .jsonl or .jsonl.gz file", value=str(path), fix="For example old.jsonl.gz"
+            "archive",
+            "must be a .jsonl or .jsonl.gz file, or a .parquet folder",
+            value=str(path),
+            fix="For example old.jsonl.gz",
         )
     try:
         raw = path.open("xb")

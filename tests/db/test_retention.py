@@ -8,8 +8,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from pyarrow import parquet
 from sqlalchemy import func, select
 
+from models_db import archive
+from models_db.archive import ParquetArchive
 from models_db.batches import create_batch, set_batch_state
 from models_db.errors import InvalidValueError
 from models_db.jobs import insert_jobs, job_states
@@ -17,7 +20,7 @@ from models_db.retention import PruneReport, prune
 from models_db.rollup_tables import JobHour, JobMinute, ThroughputHour
 from models_db.rollups import advance, floor_hour, reopen
 from models_db.session import reading
-from models_db.tables import BatchState, WorkerState
+from models_db.tables import BatchState, Job, WorkerState
 from models_db.workers import add_samples, list_workers, set_worker_state
 from tests.db.helpers import (
     T0,
@@ -134,8 +137,68 @@ def test_the_archive_has_every_row_that_went(history, tmp_path, name):
         prune(history, LIMIT, archive=path, now=NOW)
 
 
+def test_a_parquet_archive_has_every_row_that_went_in_one_file_a_table(history, tmp_path):
+    folder = tmp_path / "old.parquet"
+    with reading(history) as conn:
+        jobs = {row.id: row for row in conn.execute(select(Job.__table__))}
+    report = prune(history, LIMIT, archive=folder, chunk=3, now=NOW)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"{name}.parquet" for name in ("attempt", "batch", "engine_sample", "job", "result", "worker")
+    ]
+    tables = {path.stem: parquet.read_table(path) for path in folder.iterdir()}
+    assert {name: table.num_rows for name, table in tables.items()} == {
+        "job": report.jobs,
+        "attempt": report.attempts,
+        "result": report.results,
+        "batch": report.batches,
+        "engine_sample": report.samples,
+        "worker": report.workers,
+    }
+    for kept in tables["job"].to_pylist():
+        row = jobs[kept["id"]]
+        assert [json.loads(kept[name]) for name in ("prompt", "message")] == [row.prompt, row.message]
+        assert (kept["state"], kept["finished_at"]) == (str(row.state), row.finished_at)
+        assert (kept["attempt"], kept["cancel_requested"]) == (row.attempt, row.cancel_requested)
+    assert set(tables["job"].column_names) == {column.name for column in Job.__table__.columns}
+    with pytest.raises(InvalidValueError, match=r"exists already .* Name a new folder"):
+        prune(history, LIMIT, archive=folder, now=NOW)
+
+
+def test_a_parquet_archive_that_is_broken_off_can_be_read(history, tmp_path):
+    """The rows that were deleted before are there, whole: each piece is a file of its own."""
+    folder = tmp_path / "old.parquet"
+    with reading(history) as conn:
+        before = set(conn.scalars(select(Job.id)))
+
+    class PulledError(Exception):
+        pass
+
+    written = []
+
+    class Breaking(ParquetArchive):
+        def __call__(self, conn, table, condition):
+            if len(written) == 7:
+                raise PulledError
+            super().__call__(conn, table, condition)
+            written.append(table)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archive, "ParquetArchive", Breaking)
+        with pytest.raises(PulledError):
+            prune(history, LIMIT, archive=folder, chunk=2, now=NOW)
+    with reading(history) as conn:
+        gone = before - set(conn.scalars(select(Job.id)))
+    assert len(gone) == 4
+    kept = parquet.read_table(folder / "job").column("id").to_pylist()
+    assert set(kept) >= gone
+
+
 def test_a_bad_archive_is_refused_before_anything_goes(history, tmp_path):
-    for name, message in (("old.csv", "must be a .jsonl"), ("no/such/folder.jsonl", "cannot be written")):
+    for name, message in (
+        ("old.csv", "must be a .jsonl"),
+        ("no/such/folder.jsonl", "cannot be written"),
+        ("no/such/folder.parquet", "cannot be made"),
+    ):
         with pytest.raises(InvalidValueError, match=message):
             prune(history, LIMIT, archive=tmp_path / name, now=NOW)
     assert prune(history, LIMIT, dry_run=True).jobs == 8

@@ -92,7 +92,9 @@ def prune(
     archive: Annotated[
         Path | None,
         typer.Option(
-            "--archive", help="New .jsonl or .jsonl.gz file for the rows, written first.", show_default=False
+            "--archive",
+            help="New .jsonl or .jsonl.gz file, or .parquet folder, for the rows; written first.",
+            show_default=False,
         ),
     ] = None,
     minutes_older_than: Annotated[
