@@ -94,7 +94,10 @@ class GatheringQoS(plain.QoS):  # type: ignore[misc]
             self.send_acks()
 
     def send_acks(self) -> None:
-        """Send gathered acknowledgements. Where that fails they wait for the next time: the jobs are committed."""
+        """Send gathered acknowledgements. Where that fails they wait for the next time: the jobs are committed.
+
+        When the connection is lost for good, the deliveries come again and are acknowledged then.
+        """
         if not self._acked:
             return
         tags, self._acked = self._acked, []

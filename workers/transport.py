@@ -146,6 +146,12 @@ class LeaseChannel(FetchingChannel):
         client.parse_response = partial(self._remember, client.parse_response)
         return client
 
+    def _connparams(self, *args: Any, **kwargs: Any) -> Any:
+        """Kombu takes them from the connection, which a channel outlives: what it delivered may still be ended."""
+        if getattr(self.connection, "client", None) is None:
+            raise plain.redis.ConnectionError("the connection of these deliveries is closed")
+        return super()._connparams(*args, **kwargs)
+
     def _remember(self, parse: Any, connection: Any, command_name: str, **options: Any) -> Any:
         answer = parse(connection, command_name, **options)
         if command_name == "BRPOP":

@@ -169,3 +169,28 @@ def test_what_cannot_be_read_is_put_aside_and_the_next_message_comes(
     assert {letter["queue"] for letter in letters} == {QUEUE}
     assert "it is no JSON" in caplog.text
     assert "a secret prompt" not in caplog.text
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["half closed", "closed"])
+def test_an_acknowledgement_after_its_connection_meets_a_lost_connection(
+    server: RedisServer, closed: bool
+) -> None:
+    """Which everybody expects of Redis, rather than an error of the code that looks for the connection's host."""
+    reader = Reader(server)
+    send(server, "a", "b")
+    assert reader.read(2) == ["a", "b"]
+    channel = reader.channel
+    errors = reader.connection.connection_errors
+    if closed:
+        reader.connection.close()
+    else:  # Redis was away, which ends the closing of a connection half way
+        reader.connection.transport.client = None
+    channel._pool = None
+    with pytest.raises(errors, match="connection of these deliveries is closed"):
+        channel.qos.ack(reader.got[0].delivery_tag)
+    with channel.qos.gathered():
+        reader.got[1].ack()  # is kept
+    assert channel.qos._acked == [reader.got[1].delivery_tag]
+    if not closed:
+        reader.connection.transport.client = reader.connection
+        reader.connection.close()
