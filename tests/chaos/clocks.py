@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 _SHIM = r"""
@@ -42,8 +44,11 @@ time_t time(time_t *at) {
 """
 
 
+_SLEEPS = "import time; began = time.monotonic(); time.sleep(0.2); assert 0.1 < time.monotonic() - began < 5"
+
+
 class NoClockShiftError(Exception):
-    """Neither libfaketime nor a C compiler is here."""
+    """Neither a C compiler nor a libfaketime that works is here."""
 
 
 def shifted(seconds: int, folder: Path) -> dict[str, str]:
@@ -52,18 +57,38 @@ def shifted(seconds: int, folder: Path) -> dict[str, str]:
     Raises:
         NoClockShiftError: it cannot be done on this machine.
     """
-    folders = ("/usr/lib", "/usr/lib/*", "/usr/lib64", "/usr/local/lib")
-    if found := [path for folder in folders for path in glob.glob(f"{folder}/faketime/libfaketimeMT.so.1")]:
-        return {"LD_PRELOAD": found[0], "FAKETIME": f"{seconds:+d}", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise NoClockShiftError("install faketime (apt-get install faketime) or a C compiler")
+    if compiler is not None:
+        return _with_shim(compiler, seconds, folder)
+    # The second choice, because its 0.9.10 breaks ``time.sleep`` when the monotonic clock is to be left alone: a
+    # worker whose threads cannot sleep is rightly held for dead.
+    folders = ("/usr/lib", "/usr/lib/*", "/usr/lib64", "/usr/local/lib")
+    for path in (path for folder in folders for path in glob.glob(f"{folder}/faketime/libfaketimeMT.so.1")):
+        variables = {"LD_PRELOAD": path, "FAKETIME": f"{seconds:+d}", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        if _sleeps(variables):
+            return variables
+    raise NoClockShiftError("install a C compiler, or a faketime under which Python's time.sleep works")
+
+
+def _with_shim(compiler: str, seconds: int, folder: Path) -> dict[str, str]:
     source, library = folder / "clock.c", folder / "clock.so"
-    source.write_text(_SHIM)
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NoClockShiftError(
-            f"{compiler} could not build the replacement of faketime: {done.stderr[-300:]}"
-        )
+    if not library.exists():  # it may be in use
+        source.write_text(_SHIM)
+        command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NoClockShiftError(
+                f"{compiler} could not build the replacement of faketime: {done.stderr[-300:]}"
+            )
     return {"LD_PRELOAD": str(library), "CHAOS_CLOCK_SHIFT_S": str(seconds)}
+
+
+def _sleeps(variables: dict[str, str]) -> bool:
+    command = [sys.executable, "-c", _SLEEPS]
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, check=False, timeout=10
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0

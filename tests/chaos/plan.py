@@ -13,6 +13,9 @@ from typing import Any
 from tests.chaos.jobs import request
 
 LONGEST_TOKENS = 300  # of one job: 15 s at the pace of the run; in a short run less
+LONG_RUN_S = 300.0
+VERY_LONG_JOBS = 4  # of a long run
+VERY_LONG_TOKENS = 900  # 45 s, more than four visibility timeouts
 _LEAD_S = 3.0  # load alone, before the first fault
 _QUIET_S = 9.5  # a kill is over by then, so that its recovery is measured alone
 _TAIL_S = 2.0
@@ -26,14 +29,20 @@ FAULTS: dict[str, tuple[float, float, bool]] = {
     "redis_kill": (0.5, 3.0, False),
     "redis_wipe": (0.5, 3.0, False),
     "redis_cuts": (3.0, 3.0, False),
+    "redis_held": (9.0, 12.0, False),
     "database_stop": (4.0, 60.0, False),
     "database_cuts": (3.0, 3.0, False),
     "database_hang": (2.0, 9.0, False),
+    "database_disk": (4.0, 12.0, False),
     "warm_restart": (1.0, 1.0, False),
+    "cold_restart": (1.0, 1.0, False),
+    "wrong_clock": (1.0, 1.0, False),
+    "sweepers": (6.0, 6.0, False),
     "duplicates": (0.0, 0.0, False),
     "revokes": (0.0, 0.0, False),
     "cancels": (0.0, 0.0, False),
     "garbage": (0.0, 0.0, False),
+    "newer": (0.0, 0.0, False),
     "lost_messages": (0.0, 0.0, False),
     "unpublished": (0.0, 0.0, False),
     "poison": (0.0, 0.0, True),
@@ -110,12 +119,16 @@ def _steps(rng: random.Random, seconds: float, names: Sequence[str]) -> list[Ste
 
 def _arrivals(rng: random.Random, seconds: float, jobs: int) -> list[Arrival]:
     groups: list[list[dict[str, Any]]] = []
+    very_long = VERY_LONG_JOBS if seconds >= LONG_RUN_S else 0
     longest = max(25, min(LONGEST_TOKENS, int(6 * seconds)))
     number = 0
-    while number < jobs:
-        size = min(jobs - number, rng.choice((1, 1, 2, 3, 5, 20)))
+    while number < jobs - very_long:
+        size = min(jobs - very_long - number, rng.choice((1, 1, 2, 3, 5, 20)))
         groups.append([request(rng, number + n, longest=longest) for n in range(size)])
         number += size
+    for n in range(very_long):
+        alone = {"prompt": f"very long {n}", "max_tokens": VERY_LONG_TOKENS}
+        groups.insert(rng.randrange(len(groups) // 2), [alone])
     times = sorted(rng.uniform(0, seconds - _TAIL_S) for _ in groups)
     times[0] = 0.0
     return [Arrival(round(at, 3), tuple(requests)) for at, requests in zip(times, groups, strict=True)]

@@ -33,14 +33,14 @@ class _Pair:
 
 
 class Proxy:
-    """Forwards to ``127.0.0.1:target`` from a port of its own, on one thread, until ``close``.
+    """Forwards to a port of this host, or to a socket in the file system, from a port of its own, until ``close``.
 
     ``cut`` resets every connection; ``refuse`` also resets each new one until ``forward``; ``freeze`` leaves
-    connections open and forwards nothing until ``forward``; ``hold`` stops, for good, each connection whose client
-    sends the given bytes, before the server sees them.
+    connections open and forwards nothing until ``forward``; ``hold`` stops the first connection whose client sends
+    the given bytes, before the server sees them, until ``release``.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int | str) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -85,7 +85,7 @@ class Proxy:
         self._wake()
 
     def hold(self, marker: bytes) -> threading.Event:
-        """Hold the connections whose client sends ``marker``; the event tells that one is held."""
+        """Hold the next connection whose client sends ``marker``; the event tells that it is held."""
         self._holding.clear()
         self._marker = marker
         return self._holding
@@ -133,7 +133,7 @@ class Proxy:
         try:
             if self._refusing:
                 raise ConnectionRefusedError
-            server = socket.create_connection(("127.0.0.1", self._target), 5)
+            server = self._connect()
         except OSError:
             with contextlib.suppress(OSError):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -141,11 +141,23 @@ class Proxy:
             return
         pair = _Pair(client, server)
         for end in (client, server):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if end.family == socket.AF_INET:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.setblocking(False)
             pair.unsent[end] = bytearray()
         self._pairs.add(pair)
         self._watch(pair)
+
+    def _connect(self) -> socket.socket:
+        if isinstance(self._target, int):
+            return socket.create_connection(("127.0.0.1", self._target), 5)
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            server.connect(self._target)
+        except OSError:
+            server.close()
+            raise
+        return server
 
     def _watch(self, pair: _Pair) -> None:
         """Wait for what the pair can do now."""
@@ -172,6 +184,7 @@ class Proxy:
                     raise ConnectionResetError
                 if end is pair.client and self._marker is not None and self._marker in data:
                     pair.held = True
+                    self._marker = None
                     self._holding.set()
                 pair.unsent[pair.other(end)] += data
             for target in (pair.client, pair.server):

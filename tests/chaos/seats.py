@@ -50,14 +50,17 @@ class Seat:
     def log(self) -> str:
         return "\n".join(process.log for process in self.processes)
 
-    def start(self) -> WorkerProcess:
-        """Start a (further) process in this seat."""
+    def start(self, variables: Mapping[str, str] = {}) -> WorkerProcess:
+        """Start a (further) process in this seat, with variables for it alone."""
         if self.supervised:
             command = [sys.executable, "-m", "workers.cli", "worker"]
-            process = WorkerProcess(command, environment=environment(self._settings) | self._variables)
+            theirs = environment(self._settings) | self._variables
+            process = WorkerProcess(command, environment=theirs | dict(variables))
         else:
             command = [sys.executable, "-m", "workers.process"]
-            process = WorkerProcess(command, load_settings(**self._settings), self._variables)
+            process = WorkerProcess(
+                command, load_settings(**self._settings), self._variables | dict(variables)
+            )
         self.processes.append(process)
         return process
 
@@ -97,11 +100,18 @@ class Seat:
             self.current.process.wait(10)
         return pid
 
-    def replace(self) -> None:
-        """A rolling restart: a warm shutdown of what runs, beside which its successor starts."""
+    def replace(self, variables: Mapping[str, str] = {}, *, cold: bool = False) -> None:
+        """A rolling restart: a warm shutdown of what runs, beside which its successor starts.
+
+        ``cold`` means a second signal soon after, which has everything handed back at once.
+        """
         old = self.current
-        self.start()
+        self.start(variables)
         if old.process.poll() is None:
+            old.signal(signal.SIGTERM)
+        if cold and old.process.poll() is None:
+            with contextlib.suppress(AssertionError):
+                old.wait_for("Draining", 2)  # nothing is said where nothing runs
             old.signal(signal.SIGTERM)
 
     def stop(self, timeout_s: float = 60) -> list[int]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import redis
-from sqlalchemy import make_url, text
+from sqlalchemy import Engine, make_url, text
+from sqlalchemy.exc import DBAPIError
 
 from models_db.session import make_engine
 from tests.fleet.fleet import wait_until
@@ -94,7 +95,8 @@ def database(kind: Kind, folder: Path) -> Iterator[tuple[str, Server | None]]:
         return
     with private_server(kind) as server:
         # What is committed must outlive the server's death, as it does in production.
-        server.command += ["--synchronous_commit=on"] if kind == "postgresql" else []
+        durable = {"postgresql": "--synchronous_commit=on", "mariadb": "--innodb-flush-log-at-trx-commit=1"}
+        server.command.append(durable[kind])
         with fresh_database(server) as url:
             if kind == "postgresql":
                 _keep_commits(url)
@@ -103,6 +105,22 @@ def database(kind: Kind, folder: Path) -> Iterator[tuple[str, Server | None]]:
             finally:
                 if server.process is None:  # left stopped; the clean-up needs it
                     server.start()
+
+
+def drop_clients(engine: Engine) -> int:
+    """Have the server close all its other clients' connections, as an administrator or a pooler does; how many."""
+    postgres = engine.dialect.name == "postgresql"
+    others = (
+        "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        if postgres
+        else "SELECT id FROM information_schema.processlist WHERE id <> connection_id() AND user <> 'system user'"
+    )
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as conn:
+        numbers = list(conn.scalars(text(others)))
+        for number in numbers:
+            with contextlib.suppress(DBAPIError):  # it has gone by itself
+                conn.execute(text(f"SELECT pg_terminate_backend({number})" if postgres else f"KILL {number}"))
+    return len(numbers)
 
 
 def _keep_commits(url: str) -> None:

@@ -1,4 +1,4 @@
-"""Everything at once: a short run with a fixed seed here, a long one by ``make chaos MINUTES=10 SEED=…``."""
+"""Everything at once: short runs with fixed seeds here, a long one by ``make chaos MINUTES=10 SEED=…``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.combined import run_combined
+from tests.servers import Kind, ServerUnavailableError, skip_or_fail
 
-pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(280)]
 
 
-def test_two_workers_under_every_fault_at_random_moments(tmp_path: Path) -> None:
-    verdict = run_combined(tmp_path / "world", seed=20, seconds=20, jobs=160, say=print).assert_ok()
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param("postgresql", 20, marks=pytest.mark.postgres),
+        pytest.param("mariadb", 21, marks=[pytest.mark.mysql, pytest.mark.chaos_long]),
+        pytest.param("sqlite", 22, marks=pytest.mark.chaos_long),
+    ],
+)
+def test_two_workers_under_every_fault_at_random_moments(tmp_path: Path, kind: Kind, seed: int) -> None:
+    try:
+        verdict = run_combined(tmp_path / "world", seed=seed, seconds=20, jobs=160, database=kind, say=print)
+    except ServerUnavailableError as exc:
+        skip_or_fail(exc)
+    verdict.assert_ok()
     assert verdict.jobs >= 160
     assert verdict.recovery_max_s is None or verdict.recovery_max_s < 10

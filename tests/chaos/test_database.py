@@ -10,8 +10,11 @@ import pytest
 
 from models_db.tables import JobState
 from tests.chaos.conftest import MakeWorld
-from tests.chaos.disks import NoFullDiskError, full_disk
+from tests.chaos.disks import NoFullDiskError, small_disk
+from tests.chaos.services import drop_clients
+from tests.chaos.test_kills import SERVERS
 from tests.fleet.fleet import wait_until
+from tests.servers import Kind
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
 
@@ -19,9 +22,16 @@ PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 
 
 @pytest.mark.chaos_long
-@pytest.mark.parametrize("seconds", [4, 60])
-def test_the_database_is_stopped(make_world: MakeWorld, seconds: int) -> None:
-    world = make_world(engine=PACED)
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        pytest.param("postgresql", 4, marks=pytest.mark.postgres),
+        pytest.param("postgresql", 60, marks=pytest.mark.postgres),
+        pytest.param("mariadb", 12, marks=pytest.mark.mysql),
+    ],
+)
+def test_the_database_is_stopped(make_world: MakeWorld, kind: Kind, seconds: int) -> None:
+    world = make_world(kind, engine=PACED)
     world.workers(2)
     jobs = world.submit_words(24, 40)
     world.wait_some(JobState.RUNNING, 16)
@@ -36,14 +46,16 @@ def test_the_database_is_stopped(make_world: MakeWorld, seconds: int) -> None:
 
 
 @pytest.mark.chaos_long
-def test_connections_to_the_database_are_dropped_again_and_again(make_world: MakeWorld) -> None:
-    world = make_world(engine=PACED)
+@pytest.mark.parametrize("kind", SERVERS)
+def test_connections_to_the_database_are_dropped_again_and_again(make_world: MakeWorld, kind: Kind) -> None:
+    """By the network and by the server, in between and in the middle of transactions."""
+    world = make_world(kind, engine=PACED)
     world.workers(2)
     jobs = world.submit_words(150, 10)
     assert world.database_proxy is not None
     cuts = 0
-    for _ in range(40):
-        cuts += world.database_proxy.cut()
+    for number in range(40):
+        cuts += drop_clients(world.engine) if number % 2 else world.database_proxy.cut()
         time.sleep(
             random.uniform(0.05, 0.6)
         )  # some transactions get through, some are cut after their commit
@@ -70,10 +82,11 @@ def test_results_wait_in_memory_when_the_disk_of_the_spool_is_full(make_world: M
     world = make_world(engine=PACED)
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(full_disk(world.folder / "full"))
+            disk = stack.enter_context(small_disk(world.folder / "full"))
         except NoFullDiskError as exc:
             pytest.skip(f"NOT TESTED: A FULL DISK: {exc}")
-        (seat,) = world.workers(1, spool_dir=str(folder))
+        disk.fill()
+        (seat,) = world.workers(1, spool_dir=str(disk.folder))
         jobs = world.submit_words(16, 30)
         world.wait_some(JobState.RUNNING, 8)
         assert world.server is not None

@@ -18,6 +18,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
 
 PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 RECOVERY_TARGET_S = 10.0
+SERVERS = [
+    pytest.param("postgresql", marks=pytest.mark.postgres),
+    pytest.param("mariadb", marks=pytest.mark.mysql),
+]
 
 
 def kill_one(world: World) -> None:
@@ -69,10 +73,12 @@ def test_all_workers_killed_at_once_and_started_again_by_their_supervisors(make_
     assert "was killed by SIGKILL; starting again" in seats[0].log
 
 
-@pytest.mark.postgres
 @pytest.mark.chaos_long
-def test_a_worker_frozen_past_its_death_sentence_loses_its_late_commits(make_world: MakeWorld) -> None:
-    world = make_world("postgresql", engine=PACED)
+@pytest.mark.parametrize("kind", [*SERVERS, "sqlite"])
+def test_a_worker_frozen_past_its_death_sentence_loses_its_late_commits(
+    make_world: MakeWorld, kind: Kind
+) -> None:
+    world = make_world(kind, engine=PACED)
     seats = world.workers(2)
     jobs = world.submit_words(12, 60)
     world.wait_running(jobs)
@@ -92,6 +98,34 @@ def test_a_worker_frozen_past_its_death_sentence_loses_its_late_commits(make_wor
     assert verdict.attempts["lost"] >= len(theirs)
     assert [code for code in verdict.exit_codes if code] == [75]
     assert len(seats) == 2
+
+
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_worker_frozen_within_a_commit_holds_nobody_up(make_world: MakeWorld, kind: Kind) -> None:
+    """It has locked the rows of its jobs and sends no more: the others must not wait for those locks for ever."""
+    world = make_world(kind, engine=PACED)
+    frozen, other = world.seat(), world.seat(start=False)
+    frozen.ready()
+    jobs = world.submit_words(4, 40)
+    world.wait_running(jobs)
+    assert world.database_proxy is not None
+    held = world.database_proxy.hold(b"INTO result")
+    assert held.wait(30), "a result is about to be written"
+    with world.fault("freeze"):
+        frozen.signal(signal.SIGSTOP)
+        other.start()
+        other.ready()
+        more = world.submit_words(8, 20)
+        wait_until(
+            lambda: all(world.states()[job_id].terminal for job_id in [*jobs, *more]), 60, "others to go on"
+        )
+        world.database_proxy.release()
+        frozen.signal(signal.SIGCONT)
+    assert frozen.current.wait(30) == 75
+    verdict = world.finish().assert_ok()
+    assert verdict.duplicates >= 1, "what it was about to commit came too late"
+    assert verdict.exit_codes == [75, 0]
 
 
 @pytest.mark.postgres

@@ -9,12 +9,16 @@ import uuid
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
-from models_db.tables import JobState
+from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS
+from models_db.tables import Job, JobState
 from tests.chaos.conftest import MakeWorld
 from tests.chaos.jobs import CANCELLABLE, FAILS, Expected
 from tests.chaos.world import MODEL, World
+from tests.fleet.conftest import KINDS
 from tests.fleet.fleet import wait_until
+from tests.servers import Kind
 from workers.payload import GeneratePayload, build_message
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(180)]
@@ -23,8 +27,9 @@ PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 4}
 
 
 @pytest.mark.chaos_long
-def test_one_job_delivered_many_times_runs_once(make_world: MakeWorld) -> None:
-    world = make_world(engine=PACED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_job_delivered_many_times_runs_once(make_world: MakeWorld, kind: Kind) -> None:
+    world = make_world(kind, engine=PACED)
     jobs = world.submit_words(6, 40)
     for _ in range(5):
         world.publish_again(jobs)
@@ -73,6 +78,32 @@ def test_revoked_in_each_state(make_world: MakeWorld, terminate: bool) -> None:
     states = world.states()
     assert states[queued] is states[prefetched[0]] is JobState.CANCELLED
     assert states[kept] is states[late] is states[more] is states[done[0]] is JobState.SUCCEEDED
+
+
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("deaths", [SUSPECT_DEATHS, ALONE_DEATHS], ids=["in a group", "alone"])
+def test_a_suspect_can_be_revoked_before_and_while_it_runs(make_world: MakeWorld, deaths: int) -> None:
+    """Suspects have no delivery, and so no request in which Celery could find them."""
+    world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 1})  # a group is one then
+    running, waiting, kept = jobs = [  # one by one, because the oldest runs first
+        *world.insert_only([{"prompt": "suspect one", "max_tokens": 20 * 60}]),
+        *world.insert_only([{"prompt": "suspect two", "max_tokens": 20}]),
+        *world.insert_only([{"prompt": "suspect three", "max_tokens": 20}]),
+    ]
+    with world.engine.begin() as conn:
+        conn.execute(update(Job).where(Job.id.in_(jobs)).values(deaths=deaths))
+    world.workers(1)
+    world.wait_state(running, JobState.RUNNING)
+    for job_id in (running, waiting):
+        world.expected[job_id].states = frozenset({"cancelled"})
+    world.app.control.revoke(waiting)
+    world.app.control.revoke(running)
+    assert world.state(running) is JobState.RUNNING, "it has begun, and was not to be terminated"
+    world.app.control.revoke(running, terminate=True, reply=True, timeout=5, limit=1)
+    world.wait_state(running, JobState.CANCELLED, 10)
+    world.finish().assert_ok()
+    assert world.state(kept) is JobState.SUCCEEDED
+    assert world.attempts(waiting) == ["cancelled"]
 
 
 def message_for(world: World, **payload: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import time
 
 import pytest
@@ -10,8 +12,11 @@ import pytest
 from models_db.tables import JobState
 from tests.chaos.conftest import MakeWorld
 from tests.chaos.seats import Seat
+from tests.chaos.sweepers import Elected, sweeping
 from tests.chaos.world import World
+from tests.fleet.conftest import KINDS
 from tests.fleet.fleet import wait_until
+from tests.servers import Kind
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
 
@@ -90,7 +95,7 @@ def test_a_worker_frozen_before_it_noted_a_message_wakes_too_late(make_world: Ma
 
 
 def test_accepted_jobs_that_redis_never_saw_run(make_world: MakeWorld) -> None:
-    """Two sweepers find the same rows, and each job runs once."""
+    """Two workers find the same rows, and each job runs once."""
     world = make_world(engine={"max_num_seqs": 8})
     seats = [world.seat(), world.seat()]
     world.insert_only([{"prompt": f"unseen {n} by redis", "max_tokens": 4} for n in range(200)])
@@ -99,3 +104,32 @@ def test_accepted_jobs_that_redis_never_saw_run(make_world: MakeWorld) -> None:
     verdict = world.finish().assert_ok()
     assert verdict.attempts == {"succeeded": 200}
     assert verdict.duplicates == 0
+
+
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sweepers_at_once_publish_a_job_once(make_world: MakeWorld, kind: Kind) -> None:
+    """Both have seen, when either begins to publish, that every message is missing."""
+    world = make_world(kind, engine={"max_num_seqs": 8})
+    world.insert_only([{"prompt": f"unseen {n} by redis", "max_tokens": 4} for n in range(200)])
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(scan: int) -> None:
+        if scan == 2:
+            both.wait()
+
+    views = [Elected(world.app.connection_for_write, world.queue, meet) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for number, view in enumerate(views):
+            stack.enter_context(sweeping(view, world.database_url, world.queue, f"sweeper{number}"))
+        wait_until(lambda: world.redis.queued(world.queue) >= 200, 60, "the messages")
+        counts = [view.counts for view in views]
+        wait_until(
+            lambda: all(view.counts > before + 2 for view, before in zip(views, counts, strict=True)),
+            30,
+            "both to look again",
+        )
+    assert min(view.scans for view in views) >= 2
+    assert world.redis.queued(world.queue) == 200, "each message was published once"
+    world.workers(1)
+    assert world.finish().assert_ok().attempts == {"succeeded": 200}

@@ -44,9 +44,17 @@ def test_wall_clocks_an_hour_ahead_and_behind(make_world: MakeWorld) -> None:
         seat.ready()
     jobs = world.submit_words(12, 20 * 15)  # longer than the visibility timeout
     jobs += world.submit_words(60, 10)
-    verdict = world.finish().assert_ok()
+    verdict = world.finish(stop=False).assert_ok()
     assert verdict.attempts == {"succeeded": len(jobs)}, "nobody took anything from anybody"
     assert verdict.duplicates == 0
+    ahead = seats[0]
+    more = world.submit_words(24, 20 * 5)
+    world.wait_running(more)
+    held = world.kill(ahead).held  # the two that are left bury it, and neither believes any wall clock
+    verdict = world.finish().assert_ok()
+    assert verdict.attempts["lost"] == len(held) > 0
+    assert verdict.recovery_max_s is not None
+    assert verdict.recovery_max_s < 10
 
 
 @pytest.mark.chaos_long

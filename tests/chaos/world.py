@@ -381,7 +381,7 @@ class World:
 class _Nobody:
     """A broker that takes nothing and says nothing."""
 
-    def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def push(self, deliveries: Iterable[object]) -> None:
         """Lose them."""
 
     def close(self) -> None:
@@ -406,11 +406,13 @@ def world(
         redis_proxy = Proxy(server_redis.port)
         database_proxy = None
         workers_url = url
-        if kind == "postgresql":
-            target = make_url(url)
-            assert target.port is not None
-            database_proxy = Proxy(target.port)
-            workers_url = target.set(port=database_proxy.port).render_as_string(hide_password=False)
+        target = make_url(url)
+        server_at = target.port or target.query.get("unix_socket")
+        if server_at is not None:
+            assert not isinstance(server_at, tuple)
+            database_proxy = Proxy(server_at)
+            through = target.set(host="127.0.0.1", port=database_proxy.port, query={})
+            workers_url = through.render_as_string(hide_password=False)
         theirs = {
             "broker_url": f"redis://127.0.0.1:{redis_proxy.port}/0",
             "database_url": workers_url,
