@@ -18,6 +18,7 @@ from models_db.reuse import KnownAnswer
 from models_db.rollup_tables import JobClass
 from models_db.session import make_engine
 from models_db.tables import Job
+from models_db.tenants import TenantJob
 
 LOCK_NAME = "tokenmill-migrations"
 LOCK_KEY = 0x746F6B656E  # PostgreSQL's advisory locks are numbers
@@ -26,7 +27,7 @@ LOCK_WAIT_S = 120
 # Importing the tables is what fills the metadata.
 target_metadata = Job.metadata
 if not all(
-    table.metadata is Base.metadata for table in (Job, JobClass, ApiKey, KnownAnswer, Callback)
+    table.metadata is Base.metadata for table in (Job, JobClass, ApiKey, KnownAnswer, Callback, TenantJob)
 ):  # pragma: no cover - another would escape the check
     raise CommandError("the tables do not all use models_db.base.Base")
 

@@ -96,6 +96,33 @@ class UnknownBatchError(DatabaseError):
         super().__init__(f"id: there is no batch {batch_id}. Check the id and the database URL")
 
 
+class TenantLimitError(DatabaseError):
+    """A tenant would have more open than it may; nothing of the submission was stored."""
+
+    code = "tenant_limit"
+
+    def __init__(self, tenant: str, what: str, limit: int, present: int, wanted: int) -> None:
+        self.tenant = tenant
+        self.what = what  # "jobs" or "tokens"
+        self.limit = limit
+        self.present = present
+        self.wanted = wanted
+        setting = f"tenant_max_open_{what}"
+        variable = f"TOKENMILL_{setting.upper()}"
+        fix = (
+            "Wait until some have ended, or raise" if self.waiting_helps else "Submit less at once, or raise"
+        )
+        super().__init__(
+            f"tenant: {tenant!r} has {present:,} {what} open and asks for {wanted:,} more, beyond its limit of "
+            f"{limit:,} ({setting}). {fix} {variable} or its entry in TOKENMILL_TENANT_LIMITS"
+        )
+
+    @property
+    def waiting_helps(self) -> bool:
+        """Whether the same submission may fit later."""
+        return self.wanted <= self.limit
+
+
 class WriterStoppedError(DatabaseError):
     """The database thread has stopped; what was handed to it and not committed is reported with this error."""
 

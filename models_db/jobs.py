@@ -5,7 +5,7 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
@@ -42,6 +42,7 @@ from models_db.tables import (
     Result,
     Worker,
 )
+from models_db.tenants import TenantLimit, admit
 
 __all__ = [
     "RESULT_COLUMNS",
@@ -72,7 +73,9 @@ __all__ = [
 # -------------------------------------------------------------------------------------------------------- insert
 
 
-def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]:
+def insert_jobs(
+    conn: Connection, jobs: Sequence[NewJob], limits: Mapping[str, TenantLimit] | None = None
+) -> list[InsertOutcome]:
     """Insert jobs as ``queued``; one outcome a job, in their order.
 
     A job whose idempotency key is taken by an equal payload is not inserted: its outcome names the existing job.
@@ -83,6 +86,7 @@ def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]
         DuplicateCustomIdError: a custom id occurs twice in its batch.
         DuplicateJobIdError: a job with such an id exists already.
         UnknownBatchError: a job names a batch that does not exist.
+        TenantLimitError: those that are new do not fit ``limits``, which are of the tenants that have one.
     """
     first_by_key: dict[str, NewJob] = {}
     for job in jobs:
@@ -117,6 +121,12 @@ def insert_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[InsertOutcome]
             raise IdempotencyConflictError(job.idempotency_key, holder.id)
         outcomes.append(InsertOutcome(holder.id, holder.id == job.id, holder.state))
     created = [job for job, outcome in zip(jobs, outcomes, strict=True) if outcome.created]
+    if limits:
+        wanted: dict[str, dict[str, int]] = {}
+        for job in created:
+            if job.tenant is not None:
+                wanted.setdefault(job.tenant, {})[job.id] = job.tokens
+        admit(conn, wanted, limits)
     insert_job_callbacks(conn, ((job.id, job.callback) for job in created))
     return outcomes
 

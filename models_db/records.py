@@ -44,6 +44,7 @@ class NewJob:
     published_at: datetime | None = None
     deadline_at: datetime | None = None
     callback: NewCallback | None = None
+    tokens: int = 0  # what it counts for against a limit of its tenant
 
     def __post_init__(self) -> None:
         check_name("id", self.id, 155)

@@ -12,15 +12,16 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from sqlalchemy import Connection, select
 
@@ -28,7 +29,7 @@ from backend.api import ConfigurationError, RequestError, check_text
 from models_db import batches, jobs
 from models_db.batches import BatchProgress, EndedLine
 from models_db.callbacks import NewCallback, insert_batch_callback
-from models_db.errors import UnknownBatchError
+from models_db.errors import TenantLimitError, UnknownBatchError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, Job, JobState
 from workers.broker import Broker, BrokerUnavailableError
@@ -49,6 +50,7 @@ from workers.chunks import take_chunk
 from workers.client import Client, Submission
 from workers.payload import GeneratePayload, queue_for
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 DEFAULT_IN_FLIGHT = 1000
 _CHUNK = 500  # jobs a transaction and a round trip
@@ -215,6 +217,8 @@ class BulkRunner:
         in_flight: jobs of the batch that wait or run at once, at most; the rest stays in the file.
         report: called with the batch's progress after each look at it.
         sleep: between two looks; may raise ``KeyboardInterrupt`` (see ``workers.interrupt``).
+        waiting: told why when feeding first waits until a tenant has less open. Without it, feeding ends with the
+            ``TenantLimitError`` and can be begun again.
     """
 
     def __init__(
@@ -227,6 +231,7 @@ class BulkRunner:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         sleep: Callable[[float], None] = time.sleep,
+        waiting: Callable[[TenantLimitError], None] | None = None,
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError(f"--in-flight must be at least 1 (got {in_flight})")
@@ -239,6 +244,8 @@ class BulkRunner:
         self._clock = clock
         self._now = now
         self._sleep = sleep
+        self._waiting = waiting
+        self._told_waiting = False
         self._next_republish = clock() + _REPUBLISH_S
         self._next_report = clock()
 
@@ -278,14 +285,28 @@ class BulkRunner:
         self.feed(batch_id, source, file)
         return self.watch(batch_id)
 
-    def feed(self, batch_id: str, source: BulkSource, file: IO[bytes], *, bounded: bool = True) -> None:
+    def feed(
+        self,
+        batch_id: str,
+        source: BulkSource,
+        file: IO[bytes],
+        *,
+        bounded: bool = True,
+        doubtful: bool = True,
+    ) -> None:
         """Make jobs of the lines that have not been fed yet.
 
         Args:
             bounded: no more than ``in_flight`` at once, so that it takes as long as the work; else all of them.
+            doubtful: the lines that are in may not all be published: whoever fed them may have been killed.
+
+        Raises:
+            TenantLimitError: a tenant has too much open, and nobody wants to be told and wait (``waiting``).
         """
         progress = self.progress(batch_id)
         if progress.state is BatchState.VALIDATING:
+            if doubtful and progress.inserted:
+                self._publish_doubtful(batch_id)
             self._feed(batch_id, source, file, progress, bounded)
             if not bounded:
                 self.republish(batch_id)
@@ -307,33 +328,48 @@ class BulkRunner:
         self, batch_id: str, source: BulkSource, file: IO[bytes], progress: BatchProgress, bounded: bool
     ) -> None:
         fed, state, unended = progress.inserted, progress.state, progress.inserted - progress.done
-        if fed:
-            self._publish_doubtful(batch_id)
         settings = self._client.settings
         rows = source.rows(file, lambda payload: payload.check_limits(settings))
         lines = self._missing(batch_id, rows)
         # While a chunk is stored and published, the next one is read and made ready; never more than that.
         with ThreadPoolExecutor(1, "tokenmill-feed") as beside:
-            storing: Future[None] | None = None
+            storing: _Storing | None = None
             while state is BatchState.VALIDATING:
                 while (room := self._in_flight - unended if bounded else _CHUNK) > 0:
                     chunk = take_chunk(lines, min(room, _CHUNK), size_of)
                     steps = self._steps(batch_id, progress.deadline_at, chunk, source.reuse_days)
-                    if storing is not None:
-                        storing.result()
+                    if storing is not None and not self._stored(storing, batch_id):
+                        break
                     if not chunk:
                         self._begin_progress(batch_id)
                         return
-                    storing = beside.submit(_take, steps)
+                    storing = _Storing(beside, steps)
                     fed, unended = fed + len(chunk), unended + len(chunk)
                     self._sleep(0.0)  # a moment at which a signal may end it
                     if not bounded and fed % (_CHUNK * 50) < _CHUNK:
                         break  # someone may have cancelled it
-                if storing is not None:
-                    storing.result()
+                if storing is not None and not self._stored(storing, batch_id):
+                    break
                 state, unended = self._look(batch_id, _POLL_S if bounded else 0.0)
         # Someone else has cancelled it, perhaps before our last jobs went in.
         transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))
+
+    def _stored(self, storing: _Storing, batch_id: str) -> bool:
+        """Wait until a chunk is in, also for its tenant to have less open; false when the batch has been cancelled."""
+        while True:
+            try:
+                storing.result()
+            except TenantLimitError as error:
+                if self._waiting is None:
+                    raise
+                if not self._told_waiting:
+                    self._told_waiting = True
+                    self._waiting(error)
+                if self._look(batch_id)[0] is not BatchState.VALIDATING:
+                    return False
+                storing.again()
+            else:
+                return True
 
     def _missing(self, batch_id: str, rows: Iterator[BulkLine | LineError]) -> Iterator[BulkLine | LineError]:
         """The lines that are not in yet: both are in ascending order, so one look beside the other will do."""
@@ -386,9 +422,9 @@ class BulkRunner:
                 continue
             submissions = [_submission(batch_id, row, left) for row in good]
             if reuse_days is None:
-                steps.append(partial(self._client.submit_jobs, self._client.new_jobs(submissions)))
+                steps.append(partial(_all_in, self._client.new_jobs(submissions), self._client.submit_jobs))
             else:
-                steps.append(partial(self._reuser.submit, submissions, reuse_days))
+                steps.append(partial(_all_in, submissions, partial(self._reuser.submit, days=reuse_days)))
         return steps
 
     def _insert_ended(self, batch_id: str, lines: Sequence[EndedLine]) -> None:
@@ -455,9 +491,43 @@ class BulkRunner:
                 return
 
 
-def _take(steps: Sequence[Callable[[], object]]) -> None:
-    for step in steps:
-        step()
+class _Storing:
+    """The steps of one chunk, taken in a thread beside; after an error, ``again`` goes on at the step that failed."""
+
+    def __init__(self, beside: ThreadPoolExecutor, steps: Iterable[Callable[[], object]]) -> None:
+        self._beside = beside
+        self._left = deque(steps)
+        self.again()
+
+    def again(self) -> None:
+        self._future = self._beside.submit(self._take)
+
+    def result(self) -> None:
+        """Wait for the last step; raises what one of them raised."""
+        self._future.result()
+
+    def _take(self) -> None:
+        while self._left:
+            self._left[0]()
+            self._left.popleft()
+
+
+def _all_in(left: list[T], accept: Callable[[Sequence[T]], object]) -> None:
+    """Accept what is left, and take it off, in pieces where a tenant has room for some only.
+
+    Raises:
+        TenantLimitError: there is no room for the next one.
+    """
+    size = len(left)
+    while left:
+        try:
+            accept(left[:size])
+        except TenantLimitError as error:
+            if size == 1 or error.present >= error.limit:
+                raise
+            size = min(size, len(left)) // 2 or 1
+        else:
+            del left[:size]
 
 
 def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:

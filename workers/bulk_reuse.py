@@ -22,15 +22,19 @@ class Reuser:
         self._now = now
 
     def submit(self, submissions: Sequence[Submission], days: float) -> None:
-        """Accept these, with the answers that came within ``days``."""
+        """Accept these, with the answers that came within ``days``.
+
+        Raises:
+            TenantLimitError: none of them is in.
+        """
         hashes = [submission.payload.content_hash() for submission in submissions]
         since = self._now() - timedelta(days=days)
         engine = self._client.engine()
         with reading(engine) as conn:
             known = reuse.find_answers(conn, [each for each in hashes if each is not None], since)
         pairs = list(zip(submissions, hashes, strict=True))
-        self._take_over([(submission, known[content]) for submission, content in pairs if content in known])
         self._run([pair for pair in pairs if pair[1] not in known])
+        self._take_over([(submission, known[content]) for submission, content in pairs if content in known])
 
     def _take_over(self, lines: Sequence[tuple[Submission, str]]) -> None:
         if not lines:
@@ -41,7 +45,8 @@ class Reuser:
         # Retention may have removed an answer since we looked.
         left = [line[0] for line, job in zip(lines, jobs, strict=True) if job.id not in done]
         if left:
-            self._client.submit_payloads(left)
+            # These few come on top of a limit: what came with them is in already.
+            self._client.submit_jobs(self._client.new_jobs(left), limited=False)
 
     def _run(self, lines: Sequence[tuple[Submission, str | None]]) -> None:
         handles = self._client.submit_payloads([submission for submission, _ in lines]) if lines else []

@@ -157,7 +157,8 @@ class GeneratePayload(SamplingParams):
 
         Raises:
             UnknownModelError: the model is not one that this fleet serves.
-            RequestError: the prompt is longer than ``max_prompt_chars``, or the callback goes where none may go.
+            RequestError: the prompt is longer than ``max_prompt_chars``, the job alone is beyond its tenant's limit,
+                or the callback goes where none may go.
         """
         accepted = settings.accepted_models
         if self.model not in accepted:
@@ -175,6 +176,14 @@ class GeneratePayload(SamplingParams):
                 value=length,
                 fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
             )
+        limit = settings.tenant_limit(self.tenant)
+        if limit is not None and 0 < limit.tokens < self.tokens_at_most:
+            raise RequestError(
+                f"with the prompt comes to more than the {limit.tokens} tokens that the tenant may have open",
+                field="max_tokens",
+                value=self.max_tokens,
+                fix="Ask for less, or raise TOKENMILL_TENANT_MAX_OPEN_TOKENS",
+            )
         if self.callback_url is not None:
             check_callback_url(self.callback_url, CallbackRules.of(settings))
 
@@ -182,6 +191,12 @@ class GeneratePayload(SamplingParams):
     def prompt_chars(self) -> int:
         """Characters of the prompt's text; none where it is given as token ids."""
         return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
+
+    @property
+    def tokens_at_most(self) -> int:
+        """About how many tokens the job may come to: a quarter of the prompt's characters, and ``max_tokens``."""
+        prompt = len(self.token_ids) if self.token_ids is not None else -(-self.prompt_chars // 4)
+        return prompt + self.max_tokens
 
     def sampling(self) -> SamplingParams:
         """The sampling part alone."""

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
@@ -118,6 +127,15 @@ class _TomlFile(PydanticBaseSettingsSource):
             raise ConfigurationError(f"{path} is not valid TOML: {exc}. Correct that line") from exc
 
 
+class TenantLimit(BaseModel):
+    """The most a tenant may have open; 0 is no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    jobs: int = Field(0, ge=0)
+    tokens: int = Field(0, ge=0)
+
+
 class Settings(BaseSettings):
     """The validated settings. Frozen: make another one with ``load_settings(**overrides)``."""
 
@@ -201,6 +219,21 @@ class Settings(BaseSettings):
     )
     max_queue_age_s: float | None = Field(
         None, gt=0, description="a job that waited longer than this for a worker expires; no limit when unset"
+    )
+    tenant_max_open_jobs: int = Field(
+        0,
+        ge=0,
+        description="queued and running jobs that each tenant may have; more are refused at submission. 0 is no limit",
+    )
+    tenant_max_open_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens that a tenant's queued and running jobs may come to: of each, a quarter of its prompt's "
+        "characters (or its token ids) and its max_tokens. 0 is no limit",
+    )
+    tenant_limits: dict[str, TenantLimit] = Field(
+        default_factory=dict,
+        description='limits of single tenants instead of those two, as JSON: `{"acme": {"jobs": 500, "tokens": 0}}`',
     )
     max_prompt_chars: int = Field(1_000_000, ge=1, description="longest prompt text accepted, in characters")
     max_file_bytes: int = Field(
@@ -379,6 +412,19 @@ class Settings(BaseSettings):
     def celery_result_backend_url(self) -> str:
         """Where Celery's own results go."""
         return self.result_backend_url or self.broker_url
+
+    @property
+    def limits_tenants(self) -> bool:
+        """Whether any tenant may have a limit."""
+        return bool(self.tenant_max_open_jobs or self.tenant_max_open_tokens or self.tenant_limits)
+
+    def tenant_limit(self, tenant: str | None) -> TenantLimit | None:
+        """What a tenant may have open; nothing where that is not limited."""
+        if tenant is None:
+            return None
+        given = TenantLimit(jobs=self.tenant_max_open_jobs, tokens=self.tenant_max_open_tokens)
+        limit = self.tenant_limits.get(tenant, given)
+        return limit if limit.jobs or limit.tokens else None
 
     @property
     def accepted_models(self) -> tuple[str, ...]:

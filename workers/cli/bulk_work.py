@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from models_db.batches import BatchProgress
+    from models_db.errors import TenantLimitError
     from workers.bulk import BulkRunner, BulkSource
     from workers.bulk_export import Exported
     from workers.client import Client
@@ -55,7 +56,12 @@ def runner_for(client: Client, in_flight: int, signals: Interruptible) -> tuple[
     from workers.bulk import BulkRunner
 
     show = Shown(client)
-    return BulkRunner(client, in_flight=in_flight, report=show, sleep=signals.sleep), show
+    runner = BulkRunner(client, in_flight=in_flight, report=show, sleep=signals.sleep, waiting=_say_waiting)
+    return runner, show
+
+
+def _say_waiting(error: TenantLimitError) -> None:
+    notice(f"The rest of the file waits: {error}")
 
 
 def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource, file: Any) -> None:

@@ -14,6 +14,7 @@ client has Redis alone: it can submit, and the worker writes the row, but status
 idempotency keys are refused, and what Redis loses before a worker has it is lost.
 """
 
+from models_db.errors import TenantLimitError
 from workers.callbacks.signing import CallbackSignatureError, verify_callback
 from workers.client.aio import AsyncClient, AsyncJobHandle
 from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
@@ -34,6 +35,7 @@ __all__ = [
     "StreamEvent",
     "StreamTimeoutError",
     "Submission",
+    "TenantLimitError",
     "WaitTimeoutError",
     "verify_callback",
 ]

@@ -27,6 +27,7 @@ from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
 from models_db.migrate import check_schema
 from models_db.session import make_engine, reading, transaction
 from models_db.tables import JobState
+from models_db.tenants import TenantLimit
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.callbacks.wanted import wanted_callback
 from workers.chunks import take_chunk
@@ -148,6 +149,7 @@ class Client:
         Raises:
             RequestError: the request is bad; nothing was stored.
             IdempotencyConflictError: the key belongs to a job with another payload.
+            TenantLimitError: the payload's tenant has as much open as it may; nothing was stored.
             DatabaseUnavailableError, SchemaError: nothing was stored.
             BrokerUnavailableError: only without a database; with one the job is kept and published later.
         """
@@ -198,17 +200,33 @@ class Client:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
         return self.submit_jobs(self.new_jobs(submissions))
 
-    def submit_jobs(self, new: Sequence[NewJob]) -> list[JobHandle]:
-        """``submit_payloads`` for what ``new_jobs`` made, each of which may be submitted once."""
+    def submit_jobs(self, new: Sequence[NewJob], *, limited: bool = True) -> list[JobHandle]:
+        """``submit_payloads`` for what ``new_jobs`` made, each of which may be submitted once.
+
+        Args:
+            limited: the tenants' limits apply.
+        """
         if not self.has_database:
             if any(job.idempotency_key for job in new):
                 raise NoDatabaseError("an idempotency key")
             self._broker.push(map(_delivery, new))
             return [JobHandle(job.id, client=self) for job in new]
-        outcomes = self._write("submit", lambda connection: jobs.insert_jobs(connection, new))
+        limits = self._limits(new) if limited else None
+        outcomes = self._write("submit", lambda connection: jobs.insert_jobs(connection, new, limits))
         created = [job for job, outcome in zip(new, outcomes, strict=True) if outcome.created]
         published = self._publish(created)
         return [JobHandle(outcome.id, outcome.created, published, self) for outcome in outcomes]
+
+    def _limits(self, new: Sequence[NewJob]) -> dict[str, TenantLimit]:
+        """Of those tenants that have one."""
+        if not self.settings.limits_tenants:
+            return {}
+        found = {job.tenant: self.settings.tenant_limit(job.tenant) for job in new if job.tenant is not None}
+        return {
+            tenant: TenantLimit(jobs=limit.jobs, tokens=limit.tokens)
+            for tenant, limit in found.items()
+            if limit is not None
+        }
 
     def _publish(self, accepted: Sequence[NewJob]) -> bool:
         """Publish what is stored as published already: whoever is killed in between leaves it to the sweeper."""
@@ -259,6 +277,7 @@ class Client:
             message=JsonText(encode_message(job_id, payload, forms.fields)),
             created_at=now,
             published_at=now if self.has_database else None,
+            tokens=payload.tokens_at_most if self.settings.limits_tenants else 0,
             deadline_at=deadline,
             callback=wanted_callback(payload, self.settings),
         )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
-from models_db.errors import DatabaseError, IdempotencyConflictError, InvalidValueError, UnknownJobError
+from models_db.errors import (
+    DatabaseError,
+    IdempotencyConflictError,
+    InvalidValueError,
+    TenantLimitError,
+    UnknownJobError,
+)
 from workers.broker import BrokerUnavailableError
 from workers.streams import StreamEnd
 
@@ -29,7 +35,11 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """The answer's headers, beside those of any JSON."""
-        return {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(self.status, {})
+        return {
+            401: {"WWW-Authenticate": "Bearer"},
+            429: {"Retry-After": "2"},
+            503: {"Retry-After": "1"},
+        }.get(self.status, {})
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -58,6 +68,10 @@ def from_exception(error: Exception) -> ApiError:
         return ApiError(409, str(error), kind="invalid_request_error", code="idempotency_conflict")
     if isinstance(error, UnknownJobError):
         return ApiError(404, str(error), kind="invalid_request_error", code="job_not_found")
+    if isinstance(error, TenantLimitError):
+        if not error.waiting_helps:
+            return invalid(str(error), code=error.code)
+        return ApiError(429, str(error), kind=error.what, code="rate_limit_exceeded")
     if isinstance(error, BrokerUnavailableError | DatabaseError):
         # The message names hosts, which are nobody's business outside.
         return ApiError(

@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from backend.api import TokenmillError
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
-from models_db.errors import DatabaseError, DuplicateCustomIdError
+from models_db.errors import DatabaseError, DuplicateCustomIdError, TenantLimitError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState
 from workers.bulk import BulkRunner, BulkSource
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _DEAD_AFTER_S = 15.0
+_LIMITED_S = 5.0  # until a tenant with too much open is asked again
 _SPOOLED_BYTES = 32 * 2**20  # of a file that is read or written, in memory; the rest is on disk
 
 
@@ -60,6 +61,7 @@ class BatchFeeder:
         self._id = str(uuid.uuid4())
         self._seen: dict[str, tuple[int, float]] = {}  # other servers' counters, and since when they stand
         self._next_beat = 0.0
+        self._limited: dict[str, float] = {}  # batches whose tenant has too much open, and when to go on
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tokenmill-feeder", daemon=True)
@@ -99,14 +101,24 @@ class BatchFeeder:
                 return
             if not self._is_mine(record):
                 continue
+            began = self._clock()
             try:
                 self._advance(record)
             except _StoppedError:
                 return
             except _LostError:
                 log.warning("batch %s is fed by another server now", record.batch_id)
+            except TenantLimitError as error:
+                self._put_off(record.batch_id, began, error)
             except DuplicateCustomIdError:
                 log.info("batch %s: another server has fed these lines", record.batch_id)
+
+    def _put_off(self, batch_id: str, began: float, error: TenantLimitError) -> None:
+        """Go on later; the dearer it was to get here, the later. Other tenants' batches do not wait for it."""
+        if batch_id not in self._limited:
+            log.info("batch %s waits: %s", batch_id, error)
+        now = self._clock()
+        self._limited[batch_id] = now + max(_LIMITED_S, 10 * (now - began))
 
     def _is_mine(self, record: ApiBatchRecord) -> bool:
         if record.feeder == self._id:
@@ -130,7 +142,11 @@ class BatchFeeder:
         with reading(self._client.engine()) as conn:
             state, unended = batches.open_jobs(conn, record.batch_id)
         if state is BatchState.VALIDATING:
+            if self._clock() < self._limited.get(record.batch_id, 0.0):
+                self._beat(record.batch_id)
+                return
             self._feed(record)
+            self._limited.pop(record.batch_id, None)
         elif unended and not state.terminal:
             self._beat(record.batch_id)
             return
@@ -164,7 +180,8 @@ class BatchFeeder:
                 transaction(self._client.engine(), fail)
                 return
             runner = BulkRunner(self._client, sleep=partial(self._between_chunks, record.batch_id))
-            runner.feed(record.batch_id, source, file, bounded=False)
+            ours = record.batch_id in self._limited  # what is in we have published
+            runner.feed(record.batch_id, source, file, bounded=False, doubtful=not ours)
 
     def _between_chunks(self, batch_id: str, seconds: float) -> None:
         if self._stop.wait(seconds):
