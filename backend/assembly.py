@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from backend.api import MAX_LOGPROBS, UnsupportedModelError
+from backend.attention.flashinfer_prefill import FlashInferPrefill, find_flashinfer
 from backend.attention.interface import AttentionKernel, ProbeStep
 from backend.attention.sdpa import SdpaKernel
 from backend.blocks import BlockAllocator
@@ -43,13 +44,19 @@ class EngineParts:
     forward: StepForward
     runner: ModelRunner | GraphRunner
 
+    @property
+    def long_prefill(self) -> str:
+        """The kernel that steps with a few long prompts attend by."""
+        return self.runner.long_prefill if isinstance(self.runner, GraphRunner) else self.kernel.name
+
     def describe(self) -> dict[str, str | int]:
         """How the layers run, JSON-safe: fused or as the model's modules, and what the graphs take."""
         kind = "modules" if isinstance(self.forward, ModuleForward) else "fused"
         if not isinstance(self.runner, GraphRunner):
-            return {"layers": kind}
+            return {"layers": kind, "long_prefill": self.long_prefill}
         return {
             "layers": kind,
+            "long_prefill": self.long_prefill,
             "graphs": self.runner.num_graphs,
             "graph_bytes": self.runner.pool_bytes,
             "graph_shared_bytes": self.runner.shared_bytes,
@@ -64,8 +71,9 @@ class EngineParts:
             graphs = f"{self.runner.num_graphs} CUDA graphs in {taken:.0f} MiB"
         cache = self.cache
         return (
-            f"{self.loaded.name} on {self.loaded.device}: attention {self.kernel.name}, decode and prefill; layers "
-            f"{how['layers']}; {graphs}; KV cache {cache.num_blocks} blocks of {cache.block_size} tokens in "
+            f"{self.loaded.name} on {self.loaded.device}: attention {self.kernel.name}, that of long prompts "
+            f"{self.long_prefill}; layers {how['layers']}; {graphs}; "
+            f"KV cache {cache.num_blocks} blocks of {cache.block_size} tokens in "
             f"{cache.num_bytes / MIB:.0f} MiB; {needs.total / MIB:.0f} MiB kept for steps, graphs and sampling; "
             f"{free_bytes / MIB:.0f} MiB free"
         )
@@ -91,6 +99,7 @@ def build_engine(
     if loaded.device.type == "cpu":
         logger.info("%d linear layers packed for this CPU", pack_linears(loaded.model))
     graphs = config.cuda_graphs and can_capture(loaded, probe.layers, kernel, forward, config.block_size)
+    planner = choose_long_prefill(config, loaded, probe, kernel) if graphs else None
     streams = make_streams(loaded.device, config.debug_delay)
     slots = make_slots(config, loaded.max_model_len, loaded.device, streams)
 
@@ -106,6 +115,7 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_blocks=-(-loaded.max_model_len // config.block_size),
+            long_prefill=planner,
         )
 
     advice = "Lower max_num_batched_tokens, max_num_seqs or max_model_len, or free memory on the device"
@@ -124,6 +134,7 @@ def build_engine(
         streams=streams,
         slots=slots,
         layout=runner.layout if isinstance(runner, GraphRunner) else None,
+        plan_prefill=runner.plan_prefill if isinstance(runner, GraphRunner) else None,
     )
     if isinstance(runner, GraphRunner):
         with memory_errors("The CUDA graphs", memory, advice):
@@ -152,6 +163,33 @@ def choose_kernel(config: EngineConfig, loaded: LoadedModel, probe: ProbeStep) -
         dtype=loaded.dtype,
         device=loaded.device,
     )
+
+
+def choose_long_prefill(
+    config: EngineConfig, loaded: LoadedModel, probe: ProbeStep, kernel: AttentionKernel
+) -> FlashInferPrefill | None:
+    """FlashInfer's kernel beside ours where it is to be had and computes the same; the kernel is told of it.
+
+    Raises:
+        ConfigurationError: it is asked for and cannot be had.
+    """
+    from backend.attention.triton_paged import TritonKernel
+
+    if not isinstance(kernel, TritonKernel):
+        return None
+    kernel.long_prefill = find_flashinfer(
+        config.prefill_attention,
+        params=probe.params,
+        num_heads=probe.num_heads,
+        num_kv_heads=probe.layers[0].heads,
+        head_size=probe.layers[0].head_size,
+        block_size=config.block_size,
+        max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_blocks=-(-loaded.max_model_len // config.block_size),
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    return kernel.long_prefill
 
 
 def choose_forward(
@@ -236,6 +274,7 @@ def make_core(
     streams: Streams | None = None,
     slots: tuple[Slot, Slot] | None = None,
     layout: Callable[[StepPlan], StepLayout | None] | None = None,
+    plan_prefill: Callable[[Slot], None] | None = None,
 ) -> EngineCore:
     """The host side of an engine around any runner; tests and benchmarks give it a stub."""
     streams = streams or make_streams(device, config.debug_delay)
@@ -263,6 +302,7 @@ def make_core(
         sync=config.mode == "sync",
         clock=clock,
         layout=layout or (lambda plan: None),
+        plan_prefill=plan_prefill or (lambda slot: None),
     )
 
 

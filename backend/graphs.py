@@ -8,9 +8,12 @@ at a time; nothing in it outlives a replay. Logits and what sampling keeps lie i
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,6 +61,19 @@ def shared_bytes(max_num_seqs: int, vocab_size: int, dtype: torch.dtype) -> int:
     from backend.kernels.sample import SampleWorkspace
 
     return max_num_seqs * vocab_size * dtype.itemsize + SampleWorkspace.num_bytes(max_num_seqs, vocab_size)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running: what a dead object does to the device as it goes, such as freeing
+    page-locked memory, would invalidate a capture in this thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphRunner:
@@ -217,7 +233,10 @@ class GraphRunner:
             stream = torch.cuda.current_stream(self._logits.device)
             graph = torch.cuda.CUDAGraph()
             stream.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+                no_collection(),
+            ):
                 self._compute(slot, self._slots[1 - key.slot], inputs, shape)
         return graph
 

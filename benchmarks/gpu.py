@@ -212,6 +212,7 @@ class Bench:
 
         given = self._options
         options |= {"device": self._device, "cuda_graphs": not given.no_graphs}
+        options |= {"prefill_attention": given.prefill}
         if given.tokens:
             options["max_num_batched_tokens"] = max(given.tokens, *(work.slots for work in works))
         return configuration(self._folder / "shape", works, **options)
@@ -233,7 +234,8 @@ class Bench:
         self._say(
             f"{facts['mode']} engine: start to first token {facts['start_to_first_token_s']:.1f} s "
             f"({facts['kernels_built']} kernels built), graphs {gpu_report.graph_mib(facts)} MiB, "
-            f"{facts['num_kv_blocks']} KV blocks, attention {facts['attention']}, layers {facts['layers']}"
+            f"{facts['num_kv_blocks']} KV blocks, attention {facts['attention']}, "
+            f"that of long prompts {facts['long_prefill']}, layers {facts['layers']}"
         )
 
     def _progress(self, figures: dict[str, Any]) -> None:
@@ -269,6 +271,7 @@ def options_from(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--tokens", type=int, help="max_num_batched_tokens; 2048 when unset")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--prefill", default="auto", help="the setting prefill_attention")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true", help="a toy model and short works")
     parser.add_argument("--peer-compile", type=int, choices=range(4), default=0, help="transformers' level")

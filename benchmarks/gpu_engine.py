@@ -121,7 +121,7 @@ class Measured:
         """What was chosen at the start, JSON-safe."""
         details = self.engine.info().details
         names = "mode max_num_seqs max_model_len max_num_batched_tokens num_kv_blocks kv_cache_bytes"
-        shown = f"{names} attention layers graphs graph_bytes graph_shared_bytes".split()
+        shown = f"{names} attention long_prefill layers graphs graph_bytes graph_shared_bytes".split()
         facts = {name: details[name] for name in shown if name in details}
         return facts | {"start_to_first_token_s": self.start_s, "kernels_built": self.kernels_built}
 

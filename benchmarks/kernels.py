@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from backend.attention.flashinfer_prefill import find_flashinfer
+from backend.attention.interface import AttentionParams
 from backend.kernels.activation import silu_and_mul
 from backend.kernels.norm import add_rms_norm
 from backend.kernels.paged_decode import (
@@ -41,7 +43,7 @@ from backend.kernels.skinny_linear import (
     partial_linear,
     skinny_linear,
 )
-from backend.slots import LONG_PREFILL_ROWS, is_long_prefill
+from backend.slots import LONG_PREFILL_ROWS, StepShape, is_long_prefill
 from benchmarks.kernels_sampling import sampling_kernels
 
 HEADS, KV_HEADS, SIZE, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
@@ -114,6 +116,11 @@ PREFILL_WORKS: dict[str, list[tuple[int, int]]] = {
     "8 prompts of 60 to 200 among 256 rows": [(0, 600)] * 248 + [(60 + 20 * i, 0) for i in range(8)],
     "16 prompts of 60 to 195": [(60 + 9 * i, 0) for i in range(16)],
     "32 prompts of 64": [(64, 0)] * 32,
+    "300 after 0": [(300, 0)],
+    "256 after 8192": [(256, 8192)],
+    "300 and 15 of 60": [(300, 0)] + [(60, 0)] * 15,
+    "16 x 128 after 1024, the last 256": [(128, 1024)] * 15 + [(256, 1024)],
+    "4 x 256 after 1024": [(256, 1024)] * 4,
     "2048 after 0": [(2048, 0)],
     "2048 after 8192": [(2048, 8192)],
     "4 x 512 after 3584": [(512, 3584)] * 4,
@@ -423,7 +430,37 @@ def bench_prefill(report: Report, cache: Cache, sweep: bool) -> None:
                 f"{mark}{micros:.1f} ({flops / micros / 1e6:.0f} TFLOP/s) p{config.pairs} t{config.tile} "
                 f"w{config.warps} n{config.stages}"
             )
+        if planned := flashinfer_calls(cache, chunks):
+            parts.append(f"FlashInfer FA3 {timed(planned):.1f}")
         report(f"  {name}: " + " | ".join(parts))
+
+
+def flashinfer_calls(cache: Cache, chunks: list[tuple[int, int]]) -> list[Callable[[], object]]:
+    """The kernel that the engine would take where it has been built, for steps that it would take it for."""
+    rows = [(n, cached) for n, cached in chunks if n]
+    if not is_long_prefill([n for n, _ in rows]):
+        return []
+    longest = max(map(sum, rows))
+    found = find_flashinfer(
+        "auto",
+        params=[AttentionParams(scaling=SIZE**-0.5, window=None, softcap=None, sinks=None)],
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_size=SIZE,
+        block_size=BLOCK,
+        max_tokens=sum(n for n, _ in rows),
+        max_blocks=-(-longest // BLOCK),
+        dtype=BF16,
+        device=torch.device("cuda", torch.cuda.current_device()),
+    )
+    if found is None:
+        return []
+    found.plan(0, StepShape(0, True, True, 0, [n for n, _ in rows], [sum(row) for row in rows]))
+    query = random(sum(n for n, _ in rows), HEADS, SIZE)
+    run = functools.partial(found.run, query, cache.keys, cache.values)
+    tables = [cache.table(len(rows), longest, turn) for turn in range(4)]
+    output = torch.empty_like(query)
+    return [functools.partial(run, table, slot=0, scale=SIZE**-0.5, output=output) for table in tables]
 
 
 def prefill_calls(
