@@ -46,7 +46,7 @@ class CeleryFleet(Fleet):
             "engine": {"echo_tokens_per_s": TOKENS_PER_S, "max_num_seqs": SLOTS},
             "prefetch_headroom": 1,
             "prefetch_reserve": 1,
-            "worker_imports": [observed.__name__],
+            "worker_imports": observed.__name__,
             "track_started": True,
         }
         self.folder = folder
