@@ -27,6 +27,7 @@ from workers.bulk import BulkRunner, BulkSource, unpublished, validate_source
 from workers.bulk_export import errors_path_for
 from workers.bulk_input import LineOptions
 from workers.cli import app
+from workers.cli.bulk_work import export_files
 from workers.cli.common import ExitCode
 from workers.client import Client
 from workers.demo import Demo
@@ -554,3 +555,36 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_file(fleet: Demo, tmp
         return [{name: value for name, value in line.items() if name not in timed} for line in lines(path)]
 
     assert stable(tmp_path / "out.jsonl") == stable(undisturbed)
+
+
+def test_a_file_is_run_for_a_tenant_which_status_shows(fleet: Demo, tmp_path: Path) -> None:
+    mixed = rows(3)
+    mixed[1]["tenant"] = "its own"
+    source, output = write(tmp_path / "in.jsonl", mixed), tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output, "--tenant", "acme")
+    assert done.exit_code == 0, done.output
+    batch_id = batch_id_of(done)
+    with Client(fleet.settings) as client, reading(client.engine()) as conn:
+        tenants = conn.scalars(
+            select(Job.tenant).where(Job.batch_id == batch_id).order_by(Job.position)
+        ).all()
+    assert tenants == ["acme", "its own", "acme"]
+    assert json.loads(bulk(fleet, "status", batch_id, "--json").stdout)["tenant"] == "acme"
+    assert "acme" in bulk(fleet, "status").stdout
+
+
+def test_lines_whose_own_keys_are_gone_are_counted_aloud(fleet: Demo, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [row | {"answer": n} for n, row in enumerate(rows(3))])
+    output, again = tmp_path / "out.jsonl", tmp_path / "again.jsonl"
+    done = bulk(fleet, "run", source, "-o", output)
+    assert "without the keys" not in done.stderr
+    batch_id = batch_id_of(done)
+    with Client(fleet.settings) as client:
+        progress = BulkRunner(client).progress(batch_id)
+        with source.open("rb") as file:
+            made = BulkSource.from_json(progress.source)
+            write(source, rows(1))  # under the hand of the export
+            exported = export_files(client.engine(), progress, made, file, again)
+    assert (exported.results, exported.without_extra) == (3, 2)
+    manifest = json.loads((tmp_path / "again.manifest.json").read_text())
+    assert manifest["without_extra"] == 2

@@ -132,6 +132,14 @@ def run(
         str | None,
         typer.Option("--name", help="The batch's name; the file's when unset.", show_default=False),
     ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            "--tenant",
+            help="For whom: in statistics and limits, of lines that do not say.",
+            show_default=False,
+        ),
+    ] = None,
     deadline: Annotated[
         str | None,
         typer.Option(
@@ -206,6 +214,7 @@ def run(
     deadline_s = None if deadline is None else seconds_of(deadline, "--deadline")
     callback = None if callback_url is None else new_callback(callback_url, settings, field="--callback-url")
     given = {"model": model or settings.model, "max_tokens": max_tokens, "temperature": temperature}
+    given["tenant"] = tenant
     defaults = params_from(param or []) | {key: value for key, value in given.items() if value is not None}
     options = LineOptions(
         defaults=defaults,

@@ -136,6 +136,11 @@ def export_files(
             by_completion=made is not None and made.order == "completion",
         )
     write_manifest(output, _manifest(progress, made, exported))
+    if made is not None and exported.without_extra:
+        notice(
+            f"{exported.without_extra:,} lines are without the keys of their own, which were not found in "
+            f"{made.path} again."
+        )
     notice(f"Wrote {speed(exported.results + exported.errors, time.monotonic() - began)}.")
     return exported
 
@@ -158,6 +163,7 @@ def _manifest(progress: BatchProgress, made: BulkSource | None, exported: Export
         "counts": {str(state): count for state, count in progress.counts.items()},
         "results": exported.results,
         "errors": exported.errors,
+        "without_extra": exported.without_extra if made is not None else None,
         "prompt_tokens": exported.prompt_tokens,
         "completion_tokens": exported.completion_tokens,
         "created_at": progress.created_at.isoformat(),
@@ -185,10 +191,22 @@ def snapshot_of(progress: BatchProgress) -> Snapshot:
     return Snapshot(progress.done, total, failed, running, progress.completion_tokens)
 
 
+def tenant_of(progress: BatchProgress) -> str | None:
+    """For whom the lines are that do not say."""
+    from backend.api import ConfigurationError
+    from workers.bulk import BulkSource
+
+    try:
+        tenant = BulkSource.from_json(progress.source).defaults.get("tenant")
+    except ConfigurationError:  # another way of making batches
+        return None
+    return tenant if isinstance(tenant, str) else None
+
+
 def progress_dict(progress: BatchProgress) -> dict[str, Any]:
     from dataclasses import asdict
 
-    shown = asdict(progress) | {"done": progress.done}
+    shown = asdict(progress) | {"done": progress.done, "tenant": tenant_of(progress)}
     shown["counts"] = {str(state): count for state, count in progress.counts.items()}
     for name in ("created_at", "finished_at", "deadline_at"):
         shown[name] = None if shown[name] is None else shown[name].isoformat()
@@ -202,15 +220,17 @@ def print_batches(found: list[BatchProgress]) -> None:
 
     from models_db.tables import JobState
 
-    table = Table("batch", "name", "state", box=SIMPLE, pad_edge=False)
+    tenants = [tenant_of(progress) for progress in found]
+    table = Table("batch", "name", *(["tenant"] if any(tenants) else []), "state", box=SIMPLE, pad_edge=False)
     for column in ("lines", "done", "failed", "running", "queued", "new tok"):
         table.add_column(column, justify="right")
     table.add_column("created (UTC)")
-    for progress in found:
+    for progress, tenant in zip(found, tenants, strict=True):
         now = snapshot_of(progress)
         table.add_row(
             progress.id,
             escape(progress.name),
+            *([escape(tenant or "–")] if any(tenants) else []),
             str(progress.state),
             f"{now.total:,}",
             f"{now.done:,}",
