@@ -21,7 +21,7 @@ import base64
 import json
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -53,8 +53,8 @@ class _LocalBroker(Broker):
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet
 
-    def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._fleet._deliver([str(message["headers"]["id"]) for message in messages], messages)
+    def push(self, deliveries: Iterable[tuple[str, bytes]]) -> None:
+        self._fleet._deliver([json.loads(data) for _, data in deliveries])
 
     def info(self) -> dict[str, Any]:
         return {}
@@ -155,7 +155,7 @@ class LocalFleet:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _deliver(self, ids: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> None:
+    def _deliver(self, messages: Sequence[Mapping[str, Any]]) -> None:
         with self._lock:
             if self._holding:
                 self._held += messages
