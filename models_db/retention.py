@@ -25,7 +25,16 @@ from models_db.errors import InvalidValueError
 from models_db.rollup_tables import JobMinute, LatencyMinute, ThroughputHour, ThroughputMinute
 from models_db.rollups import catch_up, close_before, floor_hour
 from models_db.session import reading, transaction
-from models_db.tables import TERMINAL_BATCH_STATES, Attempt, Batch, EngineSample, Job, Result, Worker
+from models_db.tables import (
+    TERMINAL_BATCH_STATES,
+    Attempt,
+    Batch,
+    DeadLetter,
+    EngineSample,
+    Job,
+    Result,
+    Worker,
+)
 
 _MINUTES = (ThroughputMinute.started_at, JobMinute.started_at, LatencyMinute.started_at)
 _ROWS_PER_JOB = 10  # so many samples go into a transaction for one job with its text
@@ -45,6 +54,7 @@ class PruneReport:
     samples: int
     workers: int
     minutes: int  # rows of the roll-ups per minute
+    dead_letters: int
     dry_run: bool
 
 
@@ -61,9 +71,9 @@ def prune(
     """Delete what ended before ``older_than``, rounded down to the hour.
 
     That is: terminal jobs with their attempts and results, but none of a batch that has not ended; terminal batches
-    left without jobs; samples; and stopped or dead workers that nothing refers to any more. Roll-ups stay, but for
-    those per minute that began before ``minutes_older_than``. Each transaction deletes at most ``chunk`` jobs, or ten
-    times as many samples. Takes an engine, because it commits by itself.
+    left without jobs; samples; messages that no worker could read; and stopped or dead workers that nothing refers to
+    any more. Roll-ups stay, but for those per minute that began before ``minutes_older_than``. Each transaction deletes
+    at most ``chunk`` jobs, or ten times as many samples. Takes an engine, because it commits by itself.
 
     Args:
         archive: a new file, ``.jsonl`` or ``.jsonl.gz``, that gets each row as a line, or a new folder ``.parquet``
@@ -95,6 +105,9 @@ def prune(
             engine, rows, lambda conn: _prune_by_time(conn, EngineSample.sampled_at, cut, rows, keep)
         )
         batches = _repeat(engine, chunk, lambda conn: _prune_by_id(conn, Batch, _old_batch(cut), chunk, keep))
+        letters = _repeat(
+            engine, chunk, lambda conn: _prune_by_id(conn, DeadLetter, _old_letter(cut), chunk, keep)
+        )
         minutes = 0
         for time in _MINUTES if minutes_cut is not None else ():
             step = partial(_prune_by_time, time=time, before=minutes_cut, chunk=rows, keep=keep)
@@ -102,7 +115,7 @@ def prune(
         workers = _repeat(
             engine, chunk, lambda conn: _prune_by_id(conn, Worker, _old_worker(cut), chunk, keep)
         )
-    return PruneReport(jobs, attempts, results, batches, samples, workers, minutes, dry_run=False)
+    return PruneReport(jobs, attempts, results, batches, samples, workers, minutes, letters, dry_run=False)
 
 
 @contextmanager
@@ -156,6 +169,10 @@ def _old_job(older_than: datetime) -> ColumnElement[bool]:
 
 def _old_batch(older_than: datetime) -> ColumnElement[bool]:
     return and_(Batch.finished_at < older_than, ~exists().where(Job.batch_id == Batch.id))
+
+
+def _old_letter(older_than: datetime) -> ColumnElement[bool]:
+    return DeadLetter.received_at < older_than
 
 
 def _old_worker(older_than: datetime) -> ColumnElement[bool]:
@@ -243,5 +260,6 @@ def _count(engine: Engine, older_than: datetime, minutes_before: datetime | None
             minutes=0
             if minutes_before is None
             else sum(count(time.class_, time < minutes_before) for time in _MINUTES),
+            dead_letters=count(DeadLetter, _old_letter(older_than)),
             dry_run=True,
         )

@@ -14,6 +14,7 @@ from sqlalchemy import func, select
 from models_db import archive
 from models_db.archive import ParquetArchive
 from models_db.batches import create_batch, set_batch_state
+from models_db.dead_letters import NewDeadLetter, list_dead_letters, store_dead_letters
 from models_db.errors import InvalidValueError
 from models_db.jobs import insert_jobs, job_states
 from models_db.retention import PruneReport, prune
@@ -58,6 +59,12 @@ def history(db):
         finish_one(db, f"in-{batch_id}", 1, "old", now=OLD)
     with db.begin() as conn:
         set_batch_state(conn, "ended", BatchState.COMPLETED, at=OLD)
+        letters = [
+            NewDeadLetter(f"letter-{n}", "q", "old", "no JSON", "{\0", received_at=OLD) for n in range(3)
+        ]
+        store_dead_letters(
+            conn, [*letters, NewDeadLetter("late", "q", "old", "no JSON", "{", received_at=NEW)]
+        )
         add_samples(conn, [new_sample("old", sampled_at=at(-n)) for n in range(5)])
         add_samples(conn, [new_sample("new", sampled_at=time) for time in (OLD, NEW)])
         for worker_id in ("old", "new", "idle"):
@@ -66,9 +73,9 @@ def history(db):
 
 
 EXPECTED = PruneReport(
-    jobs=8, attempts=8, results=8, batches=1, samples=6, workers=1, minutes=0, dry_run=False
+    jobs=8, attempts=8, results=8, batches=1, samples=6, workers=1, minutes=0, dead_letters=3, dry_run=False
 )
-NOTHING = PruneReport(0, 0, 0, 0, 0, 0, 0, dry_run=False)
+NOTHING = PruneReport(0, 0, 0, 0, 0, 0, 0, 0, dry_run=False)
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 500])
@@ -80,6 +87,7 @@ def test_what_ended_long_ago_goes_and_all_else_stays(history, chunk):
     with reading(history) as conn:
         kept = ["queued", "running", "new", "in-open"]
         assert sorted(job_states(conn, [*kept, "in-ended", *(f"old-{n}" for n in range(7))])) == sorted(kept)
+        assert [letter.id for letter in list_dead_letters(conn)] == ["late"]
         assert attempts(conn, "running") == [(1, "live", None)]
         # "old" and "new" are named by roll-ups.
         assert {worker.id for worker in list_workers(conn)} == {"old", "new", "live"}
@@ -130,6 +138,7 @@ def test_the_archive_has_every_row_that_went(history, tmp_path, name):
         "batch": report.batches,
         "engine_sample": report.samples,
         "worker": report.workers,
+        "dead_letter": report.dead_letters,
     }
     (job,) = [row for row in rows if row.get("id") == "old-3"]
     assert (job["prompt"], job["finished_at"]) == ({"prompt": "Grüße, 世界 🌍"}, OLD.isoformat())
@@ -143,7 +152,8 @@ def test_a_parquet_archive_has_every_row_that_went_in_one_file_a_table(history, 
         jobs = {row.id: row for row in conn.execute(select(Job.__table__))}
     report = prune(history, LIMIT, archive=folder, chunk=3, now=NOW)
     assert sorted(path.name for path in folder.iterdir()) == [
-        f"{name}.parquet" for name in ("attempt", "batch", "engine_sample", "job", "result", "worker")
+        f"{name}.parquet"
+        for name in ("attempt", "batch", "dead_letter", "engine_sample", "job", "result", "worker")
     ]
     tables = {path.stem: parquet.read_table(path) for path in folder.iterdir()}
     assert {name: table.num_rows for name, table in tables.items()} == {
@@ -153,6 +163,7 @@ def test_a_parquet_archive_has_every_row_that_went_in_one_file_a_table(history, 
         "batch": report.batches,
         "engine_sample": report.samples,
         "worker": report.workers,
+        "dead_letter": report.dead_letters,
     }
     for kept in tables["job"].to_pylist():
         row = jobs[kept["id"]]

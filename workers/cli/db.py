@@ -106,7 +106,9 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would go, change nothing.")] = False,
     database_url: DatabaseOption = None,
 ) -> None:
-    """Delete jobs that ended long ago, with their results, and old samples and workers; the fleet may run meanwhile.
+    """Delete jobs that ended long ago, with their results, and what else is old: samples, workers, dead letters.
+
+    The fleet may run meanwhile.
 
     Roll-ups are brought up to date first and stay, so that the throughput history goes on.
 
@@ -129,7 +131,7 @@ def prune(
         report = prune_rows(
             engine, before, minutes_older_than=minutes, archive=archive, dry_run=dry_run, now=now
         )
-    counts = {name: count for name, count in asdict(report).items() if name != "dry_run"}
+    counts = {name.replace("_", " "): count for name, count in asdict(report).items() if name != "dry_run"}
     if minutes is None:
         del counts["minutes"]
     verb = "would delete" if report.dry_run else "deleted"
