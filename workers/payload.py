@@ -48,6 +48,8 @@ TASK_NAME = "tokenmill.generate"
 PAYLOAD_VERSION = 1
 QUEUE_PREFIX = "tokenmill."
 DEFAULT_PRIORITY = 3
+MAX_STOP_CHARS = 1000
+_OTHER_BYTES = 20_000  # more than all other fields can come to
 MAX_TASK_ID = 155  # the width of job.id
 
 # Kombu's Redis transport keeps one list a priority step, named with this separator.
@@ -116,6 +118,16 @@ class GeneratePayload(SamplingParams):
     def _storable(cls, value: str | None, info: Any) -> str | None:
         return value if value is None else check_text(value, info.field_name)
 
+    @field_validator("stop")
+    @classmethod
+    def _short_stops(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        longest = max(map(len, value), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise RequestError(
+                f"is longer than {MAX_STOP_CHARS} characters", field="stop", value=longest, fix="Shorten it"
+            )
+        return value
+
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         try:
@@ -157,8 +169,8 @@ class GeneratePayload(SamplingParams):
 
         Raises:
             UnknownModelError: the model is not one that this fleet serves.
-            RequestError: the prompt is longer than ``max_prompt_chars``, the job alone is beyond its tenant's limit,
-                or the callback goes where none may go.
+            RequestError: the prompt is longer than ``max_prompt_chars`` or the whole than ``max_payload_bytes``, the
+                job alone is beyond its tenant's limit, or the callback goes where none may go.
         """
         accepted = settings.accepted_models
         if self.model not in accepted:
@@ -176,6 +188,14 @@ class GeneratePayload(SamplingParams):
                 value=length,
                 fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
             )
+        size = self._size_beyond(settings.max_payload_bytes)
+        if size is not None:
+            raise RequestError(
+                f"is larger than max_payload_bytes ({settings.max_payload_bytes}) as JSON",
+                field="payload",
+                value=size,
+                fix="Shorten it or raise TOKENMILL_MAX_PAYLOAD_BYTES",
+            )
         limit = settings.tenant_limit(self.tenant)
         if limit is not None and 0 < limit.tokens < self.tokens_at_most:
             raise RequestError(
@@ -186,6 +206,16 @@ class GeneratePayload(SamplingParams):
             )
         if self.callback_url is not None:
             check_callback_url(self.callback_url, CallbackRules.of(settings))
+
+    def _size_beyond(self, limit: int) -> int | None:
+        """Bytes of the payload as JSON where they are more than ``limit``; counted only where that may be."""
+        texts = self.prompt_chars + sum(map(len, self.stop))
+        numbers = len(self.token_ids or ()) + len(self.stop_token_ids) + len(self.logit_bias)
+        # A character is at most six bytes of JSON; 200 bytes are a turn's or a number's, however it is written.
+        if 6 * texts + 200 * (numbers + len(self.messages or ())) + _OTHER_BYTES <= limit:
+            return None
+        size = len(_COMPACT.encode(self.to_dict()).encode())
+        return size if size > limit else None
 
     @property
     def prompt_chars(self) -> int:

@@ -236,6 +236,12 @@ class Settings(BaseSettings):
         description='limits of single tenants instead of those two, as JSON: `{"acme": {"jobs": 500, "tokens": 0}}`',
     )
     max_prompt_chars: int = Field(1_000_000, ge=1, description="longest prompt text accepted, in characters")
+    max_payload_bytes: int = Field(
+        4 * 2**20,
+        ge=1024,
+        description="largest request accepted, all of its fields as JSON in UTF-8; SQL holds about 2.4 times as much "
+        "in one row, which MariaDB's `max_allowed_packet` must let through",
+    )
     max_file_bytes: int = Field(
         200 * 2**20, ge=1, description="largest file that tokenmill serve accepts for a batch"
     )

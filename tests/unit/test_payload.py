@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from typing import Any
 
 import pytest
@@ -257,3 +258,78 @@ def test_the_forms_of_a_payload_are_what_its_methods_give() -> None:
         build_message("j", made, load_settings(), forms.fields)["body"]
         == (build_message("j", made, load_settings())["body"])
     )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "ü\n" * 800},
+        {"prompt": None, "messages": [{"role": "user", "content": "\x01"}] * 400},
+        {"prompt": None, "token_ids": [100_000] * 600},
+        {"stop": ["a" * 900] * 4},
+        {"logit_bias": dict.fromkeys(range(1000, 1300), 1.0000001)},
+    ],
+)
+def test_a_payload_is_bounded_as_a_whole_to_the_byte(fields: dict[str, Any]) -> None:
+    made = payload(**fields)
+    size = len(json.dumps(made.to_dict(), separators=(",", ":"), ensure_ascii=False).encode())
+    assert size > 2000
+    made.check_limits(load_settings(max_payload_bytes=size))
+    with pytest.raises(
+        RequestError, match=rf"max_payload_bytes \({size - 1}\).*got {size}.*TOKENMILL_MAX_PAYLOAD"
+    ):
+        made.check_limits(load_settings(max_payload_bytes=size - 1))
+
+
+def test_the_quick_look_at_the_size_never_lets_too_much_through() -> None:
+    largest = payload(
+        model="\x01" * 255,
+        prompt="\x01" * 100,
+        tenant="\x01" * 255,
+        custom_id="\x01" * 255,
+        stop=["\x01" * 900] * 2,
+        stop_token_ids=[2**40] * 10,
+        logit_bias={2**40 + n: -0.12345678901234567 for n in range(10)},
+        temperature=0.12345678901234567,
+        top_p=0.12345678901234567,
+        min_p=0.12345678901234567,
+        repetition_penalty=1.2345678901234567,
+        presence_penalty=-1.2345678901234567,
+        frequency_penalty=-1.2345678901234567,
+        seed=2**63 - 1,
+        max_tokens=10_000_000,
+        deadline_s=1.2345678901234567e300,
+    )
+    for limit in (1024, 8_000, 16_000, 30_000, 60_000):
+        size = len(json.dumps(largest.to_dict(), separators=(",", ":"), ensure_ascii=False).encode())
+        assert (largest._size_beyond(limit) is not None) == (size > limit)
+
+
+def test_a_stop_string_is_bounded() -> None:
+    assert payload(stop="x" * 1000).stop == ("x" * 1000,)
+    with pytest.raises(RequestError, match=r"stop: is longer than 1000 characters \(got 1001\)"):
+        payload(stop="x" * 1001)
+
+
+@pytest.mark.parametrize("bad", ["a\x00b", "a\ud800b", "\udfff"])
+@pytest.mark.parametrize(
+    "field", ["model", "prompt", "messages", "role", "stop", "tenant", "custom_id", "callback_url"]
+)
+def test_text_that_some_database_refuses_is_refused_in_every_field(field: str, bad: str) -> None:
+    fields: dict[str, Any] = {field: bad}
+    if field in ("messages", "role"):
+        turn = {"role": "user", "content": "x"} | ({"role": bad} if field == "role" else {"content": bad})
+        fields = {"prompt": None, "messages": [turn]}
+    with pytest.raises(RequestError):
+        payload(**fields).check_limits(
+            load_settings(callback_hosts=("example.com",), model=bad if field == "model" else "smollm2")
+        )
+
+
+def test_every_text_field_is_among_those() -> None:
+    texts = {
+        name
+        for name, info in GeneratePayload.model_fields.items()
+        if re.search(r"\bstr\b", str(info.annotation))
+    }
+    assert texts == {"model", "prompt", "stop", "tenant", "custom_id", "callback_url"}
