@@ -39,6 +39,7 @@ class TextDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._visible: dict[int, bool] = {}
+        self._texts: dict[int, str] = {}
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of all these tokens, special ones left out and spaces as they are."""
@@ -46,6 +47,23 @@ class TextDecoder:
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, a special one's name included; empty for an id beyond the vocabulary."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._token_text(token_id)
+        return text
+
+    def _token_text(self, token_id: int) -> str:
+        entry = self._tokenizer.convert_ids_to_tokens(token_id)
+        if entry is None:
+            return ""
+        if token_id in self._special_ids:
+            return str(entry)
+        # Where spaces are part of a word's entry, decoders strip one from the first word of a text.
+        spaces = len(entry) - len(entry.lstrip("\u2581"))
+        return " " * spaces + self.decode([token_id]).lstrip(" ") if spaces else self.decode([token_id])
 
     def is_visible(self, token_id: int) -> bool:
         """Whether decoding takes any notice of the token: it is in the vocabulary, and it is not special.

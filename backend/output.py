@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from backend.api import FinishReason, GenerationResult, TokenChunk, TokenLogprob, TokenmillError
@@ -154,12 +155,26 @@ class OutputProcessor:
                 sequence,
                 text,
                 sequence.output_ids,
-                sequence.logprobs,
+                self._named(sequence.logprobs),
                 sequence.finish_reason,
                 sequence.stop_reason,
                 now,
             )
         )
+
+    def _named(self, logprobs: list[TokenLogprob] | None) -> list[TokenLogprob] | None:
+        """The log-probabilities with their tokens' texts."""
+        decoder = self._decoder
+        if decoder is None or logprobs is None:
+            return logprobs
+        return [
+            replace(
+                entry,
+                text=decoder.token_text(entry.token_id),
+                top_texts=tuple(decoder.token_text(token_id) for token_id, _ in entry.top),
+            )
+            for entry in logprobs
+        ]
 
     def _settle(self, sequence: Sequence, assembler: OutputAssembler, finish: Finish, now: float) -> None:
         logprobs = assembler.logprobs if sequence.logprobs is not None else None
@@ -168,7 +183,7 @@ class OutputProcessor:
                 sequence,
                 assembler.text,
                 assembler.token_ids,
-                logprobs,
+                self._named(logprobs),
                 finish.reason,
                 finish.stop_reason,
                 now,

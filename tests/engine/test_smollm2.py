@@ -91,6 +91,21 @@ def test_answers_make_sense(engine: AsyncEngine) -> None:
     assert "Paris" in completion.text
 
 
+def test_log_probabilities_name_their_tokens(engine: AsyncEngine) -> None:
+    handles = [
+        ask(engine, chat(QUESTIONS[0]), logprobs=2, stream=stream, ignore_eos=True, max_tokens=12)
+        for stream in (False, True)
+    ]
+    for handle in handles:
+        result = handle.result(120)
+        assert result.logprobs is not None
+        assert "".join(entry.text or "" for entry in result.logprobs).startswith(result.text[:20])
+        for entry in result.logprobs:
+            assert entry.top_texts is not None
+            assert entry.top_texts[0] == entry.text  # greedy: the most likely one
+            assert len(entry.top_texts) == len(entry.top) == 2
+
+
 def test_a_stop_string_in_real_text(engine: AsyncEngine) -> None:
     whole = ask(engine, chat(QUESTIONS[0])).result(120)
     stop = whole.text[len(whole.text) // 2 : len(whole.text) // 2 + 4]

@@ -174,6 +174,21 @@ def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_texts_of_single_tokens_make_up_the_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    decoder = TextDecoder(tokenizer)
+    given, text = {
+        "byte-level": (CORPUS[0], CORPUS[0]),
+        "byte-fallback": ("▁the▁foxes▁▁▁a.", " the foxes   a."),
+    }[kind]
+    ids = tokenizer.encode(given, add_special_tokens=False)
+    assert "".join(map(decoder.token_text, ids)) == text
+    special = tokenizer.convert_tokens_to_ids("</s>")
+    assert decoder.token_text(special) == "</s>"
+    assert decoder.token_text(len(tokenizer) + 1) == ""
+
+
 class CountingTokenizer:
     """Counts the tokens that are decoded."""
 

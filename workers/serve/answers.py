@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 from models_db.records import StoredResult
@@ -50,17 +51,23 @@ def answer_id(endpoint: Endpoint, job_id: str) -> str:
     return f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{job_id}"
 
 
-def token_name(token_id: int) -> str:
-    """How a token is written in log-probabilities: the fleet stores its id, and no tokenizer is here."""
-    return f"token_id:{token_id}"
+def token_name(token_id: int, text: str | None) -> str:
+    """How a token is written in log-probabilities: as its text, or by its id where it is no text by itself."""
+    return f"token_id:{token_id}" if not text or "\ufffd" in text else text
 
 
 def logprobs(endpoint: Endpoint, entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
     """The log-probabilities of an answer's tokens, in the form of the endpoint."""
     if entries is None:
         return None
-    tops = [[(token_name(token_id), value) for token_id, value in entry["top"]] for entry in entries]
-    named = [(token_name(entry["token_id"]), entry["logprob"]) for entry in entries]
+    tops = [
+        [
+            (token_name(token_id, text), value)
+            for (token_id, value), text in zip_longest(entry["top"], entry.get("top_texts") or ())
+        ]
+        for entry in entries
+    ]
+    named = [(token_name(entry["token_id"], entry.get("text")), entry["logprob"]) for entry in entries]
     if endpoint == COMPLETION:
         return {
             "tokens": [token for token, _ in named],
@@ -70,7 +77,8 @@ def logprobs(endpoint: Endpoint, entries: Sequence[Mapping[str, Any]] | None) ->
         }
 
     def shown(token: str, value: float) -> dict[str, Any]:
-        return {"token": token, "logprob": value, "bytes": None}
+        known = None if token.startswith("token_id:") else list(token.encode())
+        return {"token": token, "logprob": value, "bytes": known}
 
     content = [
         shown(*own) | {"top_logprobs": [shown(*each) for each in top]}

@@ -1,0 +1,38 @@
+"""Log-probabilities as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from workers.serve.answers import CHAT, COMPLETION, logprobs
+
+ENTRIES = [
+    {
+        "token_id": 5,
+        "logprob": -0.5,
+        "top": [[5, -0.5], [6, -1.0]],
+        "text": " é",
+        "top_texts": [" é", "\ufffd"],
+    },
+    {"token_id": 9, "logprob": -2.0, "top": [], "text": None, "top_texts": None},
+    {"token_id": 7, "logprob": -3.0, "top": [[8, -0.1]]},  # of a worker that knows no texts
+]
+
+
+def test_tokens_of_chats_have_text_and_bytes_where_they_are_text() -> None:
+    found = logprobs(CHAT, ENTRIES)
+    assert found is not None
+    first, second, third = found["content"]
+    assert (first["token"], first["bytes"]) == (" é", [0x20, 0xC3, 0xA9])
+    assert [(top["token"], top["bytes"]) for top in first["top_logprobs"]] == [
+        (" é", [0x20, 0xC3, 0xA9]),
+        ("token_id:6", None),
+    ]
+    assert (second["token"], second["bytes"], second["top_logprobs"]) == ("token_id:9", None, [])
+    assert (third["token"], third["top_logprobs"][0]["token"]) == ("token_id:7", "token_id:8")
+
+
+def test_alternatives_of_completions_are_named_apart() -> None:
+    found = logprobs(COMPLETION, ENTRIES)
+    assert found is not None
+    assert found["tokens"] == [" é", "token_id:9", "token_id:7"]
+    assert found["top_logprobs"] == [{" é": -0.5, "token_id:6": -1.0}, {}, {"token_id:8": -0.1}]
+    assert logprobs(COMPLETION, None) is None
