@@ -234,8 +234,8 @@ class GraphRunner:
             graph = torch.cuda.CUDAGraph()
             stream.synchronize()
             with (
-                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
                 no_collection(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 self._compute(slot, self._slots[1 - key.slot], inputs, shape)
         return graph
