@@ -40,6 +40,8 @@ from workers.streams import StreamEvent
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _CHUNK = 500  # rows a transaction and messages a round trip, for submit_many
+# A client that freezes within a transaction keeps the locks of its jobs and tenant for no longer than this.
+_IDLE_IN_TRANSACTION_S = 30.0
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 1.0
 
@@ -396,7 +398,7 @@ class Client:
         """
         with self._opening:
             if self._engine is None:
-                engine = make_engine(self.settings.database_url)
+                engine = make_engine(self.settings.database_url, idle_in_transaction_s=_IDLE_IN_TRANSACTION_S)
                 try:
                     check_schema(engine)
                 except BaseException:
