@@ -207,16 +207,21 @@ def finish_batch_if_done(conn: Connection, batch_id: str, *, at: datetime | None
     state = _lock_batch(conn, batch_id)
     if state.terminal:
         return state
-    progress = batch_progress(conn, batch_id)
-    if progress is None or state is BatchState.VALIDATING or progress.done < progress.inserted:
+    if state is BatchState.VALIDATING:
         return None
+    # Not the whole progress: the tokens of all results would be added up while the batch is locked.
+    counts = _job_counts(conn, [batch_id])[batch_id]
+    done = sum(count for job_state, count in counts.items() if job_state.terminal)
+    if done < sum(counts.values()):
+        return None
+    total, deadline_at = conn.execute(
+        select(Batch.total, Batch.deadline_at).where(Batch.id == batch_id)
+    ).one()
     if state is BatchState.CANCELLING:
         end = BatchState.CANCELLED
-    elif progress.total is not None and progress.done < progress.total:
+    elif total is not None and done < total:
         return None  # lines that are still to be inserted
-    elif (
-        progress.counts[JobState.EXPIRED] and progress.deadline_at is not None and progress.deadline_at <= now
-    ):
+    elif counts[JobState.EXPIRED] and deadline_at is not None and deadline_at <= now:
         end = BatchState.EXPIRED
     else:
         end = BatchState.COMPLETED

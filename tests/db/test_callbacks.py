@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy import Engine, event, func, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from backend.api import ConfigurationError
@@ -611,6 +611,60 @@ def test_a_batch_that_nobody_watches_is_ended_and_told_of(world: Engine) -> None
         fed: CallbackState.WAITING,
         written: CallbackState.WAITING,
     }
+
+
+def test_a_batch_that_cannot_be_ended_keeps_nothing_else_from_being_told(
+    world: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world.begin() as conn:
+        stuck, other = (create_batch(conn, name="n", state=BatchState.IN_PROGRESS, total=0) for _ in range(2))
+        for batch_id in (stuck, other):
+            insert_batch_callback(conn, batch_id, CALLBACK)
+    add_with_callback(world, "j")
+    run_to_end(world, "j")
+    tried: list[str] = []
+
+    def finish_it(conn: Any, batch_id: str) -> BatchState | None:
+        tried.append(batch_id)
+        if batch_id == stuck:
+            raise RuntimeError("read timeout")
+        return finish_batch_if_done(conn, batch_id)
+
+    monkeypatch.setattr("workers.callbacks.sender.finish_batch_if_done", finish_it)
+    hooks = Hooks()
+    sender = sender_for(world, hooks)
+    now = 0.0
+    sender._monotonic = lambda: now
+    while now < 10.0:
+        send(sender)
+        now += 3.0
+    assert {event["data"]["id"] for event in hooks.events()} == {"j", other}
+    assert tried.count(stuck) == 1, "it has a pause"
+    assert [stuck in record.message for record in caplog.records if "cannot be ended" in record.message] == [
+        True
+    ]
+    now = 12.0
+    send(sender)
+    assert tried.count(stuck) == 2
+
+
+def test_the_end_of_a_batch_does_not_add_up_its_results(world: Engine) -> None:
+    """They may be millions, and the batch is locked meanwhile."""
+    with world.begin() as conn:
+        batch_id = create_batch(conn, name="n", state=BatchState.IN_PROGRESS, total=0)
+    said: list[str] = []
+
+    def note(conn: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        said.append(statement)
+
+    event.listen(world, "before_cursor_execute", note)
+    try:
+        with world.begin() as conn:
+            assert finish_batch_if_done(conn, batch_id) is BatchState.COMPLETED
+    finally:
+        event.remove(world, "before_cursor_execute", note)
+    assert said
+    assert not [statement for statement in said if "completion_tokens" in statement]
 
 
 def test_a_slow_host_does_not_hold_up_another(world: Engine) -> None:

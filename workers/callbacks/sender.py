@@ -45,6 +45,8 @@ log = logging.getLogger("tokenmill.callbacks")
 
 POLL_S = 1.0
 BATCHES_EVERY_S = 2.0
+FIRST_BATCH_PAUSE_S = 10.0  # of a batch that could not be ended …
+LONGEST_BATCH_PAUSE_S = 600.0  # … and so long at most, however often
 NEXT_HOSTS_S = 0.05  # when a look did not come to the end of the hosts
 AWAY_S = 5.0  # between two looks while the database does not answer
 _LONGEST_HOST_PAUSE_S = 60.0
@@ -83,11 +85,18 @@ class Counts:
 
 
 @dataclass(slots=True)
-class _HostPause:
-    """A host that does not answer well gets a rest as a whole, beside the pauses of its callbacks."""
+class _Pause:
+    """Of a host that does not answer well, as a whole, beside the pauses of its callbacks; or of a batch."""
 
     failures: int = 0
     until: float = 0.0
+
+    def lengthen(self, now: float, first_s: float, longest_s: float, asked_s: float = 0.0) -> float:
+        """One more failure: pause from now on, twice as long as before; for how long."""
+        self.failures += 1
+        pause_s = min(max(first_s * 2.0 ** min(self.failures - 1, 10), asked_s), longest_s)
+        self.until = now + pause_s
+        return pause_s
 
 
 @dataclass(slots=True)
@@ -136,7 +145,8 @@ class CallbackSender:
         self._monotonic = monotonic
         self._spread = spread or random.Random()
         self._busy: Counter[str] = Counter()
-        self._pauses: dict[str, _HostPause] = {}
+        self._pauses: dict[str, _Pause] = {}
+        self._batch_pauses: dict[str, _Pause] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._after = ""
@@ -187,8 +197,8 @@ class CallbackSender:
     def _look(self) -> _Look:
         """Take what there are hands for, a share for each host."""
         if self._monotonic() >= self._next_batches:
-            self._end_batches()
             self._next_batches = self._monotonic() + BATCHES_EVERY_S
+            self._end_batches()
         look = _Look()
         with reading(self._engine) as conn:
             hosts, self._after = due_hosts(conn, database_now(conn), after=self._after)
@@ -221,11 +231,33 @@ class CallbackSender:
         return [_Taken(claim, ends.get(claim.job_id or claim.batch_id)) for claim in claims]
 
     def _end_batches(self) -> None:
-        """A batch that was started with ``--no-wait`` has nobody else who sees its end."""
-        with reading(self._engine) as conn:
-            ready = batches_to_end(conn)
+        """A batch that was started with ``--no-wait`` has nobody else who sees its end.
+
+        One that cannot be ended, because it is locked or its jobs take too long to count, keeps nothing else from
+        being told: it gets a pause. At most one a look is waited for in vain.
+        """
+        try:
+            with reading(self._engine) as conn:
+                ready = batches_to_end(conn)
+        except Exception as exc:  # where the whole database is away, who looks for hosts says so next
+            log.error("batches that are to be ended cannot be looked for: %s", summary(exc))
+            return
+        self._batch_pauses = {each: self._batch_pauses[each] for each in ready if each in self._batch_pauses}
         for batch_id in ready:
-            transaction(self._engine, partial(finish_batch_if_done, batch_id=batch_id))
+            pause = self._batch_pauses.get(batch_id)
+            if pause is not None and self._monotonic() < pause.until:
+                continue
+            try:
+                transaction(self._engine, partial(finish_batch_if_done, batch_id=batch_id), tries=1)
+            except Exception as exc:
+                pause = self._batch_pauses.setdefault(batch_id, _Pause())
+                pause_s = pause.lengthen(self._monotonic(), FIRST_BATCH_PAUSE_S, LONGEST_BATCH_PAUSE_S)
+                log.error(
+                    "batch %s cannot be ended: %s. Tried again in %.0f s; other callbacks go on",
+                    batch_id, summary(exc), pause_s,
+                )  # fmt: skip
+                return
+            self._batch_pauses.pop(batch_id, None)
 
     def _record(self, claim: DueCallback, answer: Answer) -> Decision:
         def write(conn: Connection) -> Decision:
@@ -312,10 +344,9 @@ class CallbackSender:
             return
         if self._paused(host):
             return  # of the same volley
-        pause = self._pauses.setdefault(host, _HostPause())
-        pause.failures += 1
-        wanted = max(_FIRST_HOST_PAUSE_S * 2.0 ** min(pause.failures - 1, 10), answer.retry_after_s or 0.0)
-        pause.until = self._monotonic() + min(wanted, _LONGEST_HOST_PAUSE_S)
+        pause = self._pauses.setdefault(host, _Pause())
+        asked_s = answer.retry_after_s or 0.0
+        pause.lengthen(self._monotonic(), _FIRST_HOST_PAUSE_S, _LONGEST_HOST_PAUSE_S, asked_s)
 
     def _note(self, claim: DueCallback, where: str, answer: Answer, decision: Decision) -> None:
         about = f"job {claim.job_id}" if claim.job_id is not None else f"batch {claim.batch_id}"
