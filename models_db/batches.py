@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, func, insert, select, update
 
 from models_db.base import utcnow
-from models_db.callbacks import announce_batch
+from models_db.callbacks import NewCallback, announce_batch, announce_jobs, insert_job_callbacks
 from models_db.dialects import chunked
 from models_db.errors import UnknownBatchError
 from models_db.ids import uuid7
@@ -96,6 +96,8 @@ class EndedLine:
     state: JobState
     error_type: str
     error_message: str
+    callback: NewCallback | None = None
+    tenant: str | None = None
 
 
 def insert_ended_lines(
@@ -115,6 +117,7 @@ def insert_ended_lines(
             "batch_id": batch_id,
             "position": line.position,
             "custom_id": line.custom_id,
+            "tenant": line.tenant,
             "model": model,
             "queue": queue,
             "priority": 0,
@@ -132,6 +135,8 @@ def insert_ended_lines(
     ]
     if rows:
         conn.execute(insert(Job), rows)
+        wanted = [(row["id"], line.callback) for row, line in zip(rows, lines, strict=True)]
+        announce_jobs(conn, insert_job_callbacks(conn, wanted, now))
 
 
 def set_batch_state(

@@ -101,6 +101,9 @@ def insert_jobs(
     _refuse_duplicates([*plain, *keyed])
     try:
         with conn.begin_nested():
+            # Where no key decides what is new, a full tenant is told before rows are written to be rolled back.
+            if limits and not keyed:
+                _admit(conn, plain, limits)
             insert_rows(conn, Job, [job.row() for job in plain])
             insert_or_ignore(conn, Job, [job.row() for job in keyed], [Job.idempotency_key])
     except IntegrityError as exc:
@@ -121,14 +124,18 @@ def insert_jobs(
             raise IdempotencyConflictError(job.idempotency_key, holder.id)
         outcomes.append(InsertOutcome(holder.id, holder.id == job.id, holder.state))
     created = [job for job, outcome in zip(jobs, outcomes, strict=True) if outcome.created]
-    if limits:
-        wanted: dict[str, dict[str, int]] = {}
-        for job in created:
-            if job.tenant is not None:
-                wanted.setdefault(job.tenant, {})[job.id] = job.tokens
-        admit(conn, wanted, limits)
+    if limits and keyed:
+        _admit(conn, created, limits)
     insert_job_callbacks(conn, ((job.id, job.callback) for job in created))
     return outcomes
+
+
+def _admit(conn: Connection, created: Sequence[NewJob], limits: Mapping[str, TenantLimit]) -> None:
+    wanted: dict[str, dict[str, int]] = {}
+    for job in created:
+        if job.tenant is not None:
+            wanted.setdefault(job.tenant, {})[job.id] = job.tokens
+    admit(conn, wanted, limits)
 
 
 def _holders(conn: Connection, keys: Sequence[str]) -> dict[str, Row[str, str | None, str | None, JobState]]:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal
 
 from sqlalchemy import Connection, select
 
@@ -46,16 +46,17 @@ from workers.bulk_input import (
     validate,
 )
 from workers.bulk_reuse import Reuser
+from workers.callbacks.wanted import wanted_callback
 from workers.chunks import take_chunk
 from workers.client import Client, Submission
 from workers.payload import GeneratePayload, queue_for
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 DEFAULT_IN_FLIGHT = 1000
 _CHUNK = 500  # jobs a transaction and a round trip
 _PAGE = 10_000  # positions read at once
 _POLL_S = 0.2
+_LONGEST_WAIT_S = 2.0  # between two questions whether a tenant has room
 _POLL_SHARE = 20  # counting everything may take one part in this many of the time
 _REPUBLISH_S = 5.0
 _LONGEST_ID = 255  # characters of a custom id
@@ -356,6 +357,7 @@ class BulkRunner:
 
     def _stored(self, storing: _Storing, batch_id: str) -> bool:
         """Wait until a chunk is in, also for its tenant to have less open; false when the batch has been cancelled."""
+        pause_s, left = _POLL_S, storing.lines
         while True:
             try:
                 storing.result()
@@ -365,7 +367,9 @@ class BulkRunner:
                 if not self._told_waiting:
                     self._told_waiting = True
                     self._waiting(error)
-                if self._look(batch_id)[0] is not BatchState.VALIDATING:
+                pause_s = _POLL_S if storing.lines < left else min(2 * pause_s, _LONGEST_WAIT_S)
+                left = storing.lines
+                if self._look(batch_id, pause_s)[0] is not BatchState.VALIDATING:
                     return False
                 storing.again()
             else:
@@ -407,25 +411,47 @@ class BulkRunner:
         chunk: Sequence[BulkLine | LineError],
         reuse_days: float | None,
     ) -> list[Callable[[], object]]:
-        """What is to be done with the lines, all that needs no server done: bad and late ones have ended, the
-        others are jobs."""
-        left = None if deadline_at is None else (deadline_at - self._now()).total_seconds()
+        """What is to be done with the lines: bad ones have ended, the others are jobs or come too late."""
         steps: list[Callable[[], object]] = []
         for kind, group in groupby(chunk, type):
             if kind is LineError:
                 bad = [_bad_line(row) for row in group if isinstance(row, LineError)]
                 steps.append(partial(self._insert_ended, batch_id, bad))
-                continue
-            good = [row for row in group if isinstance(row, BulkLine)]
-            if left is not None and left <= 0:
-                steps.append(partial(self._insert_ended, batch_id, [_late_line(row) for row in good]))
-                continue
-            submissions = [_submission(batch_id, row, left) for row in good]
-            if reuse_days is None:
-                steps.append(partial(_all_in, self._client.new_jobs(submissions), self._client.submit_jobs))
             else:
-                steps.append(partial(_all_in, submissions, partial(self._reuser.submit, days=reuse_days)))
+                good = [row for row in group if isinstance(row, BulkLine)]
+                accept = partial(self._accept, batch_id, deadline_at, reuse_days)
+                steps.append(_Accepting(good, accept))
         return steps
+
+    def _accept(
+        self, batch_id: str, deadline_at: datetime | None, reuse_days: float | None, lines: Sequence[BulkLine]
+    ) -> None:
+        """Make jobs of the lines, as of now: they may have waited long for their tenant.
+
+        Raises:
+            TenantLimitError: none of them is in.
+        """
+        left = None if deadline_at is None else (deadline_at - self._now()).total_seconds()
+        if left is not None and left <= 0:
+            self._insert_ended(batch_id, [self._late_line(line) for line in lines])
+            return
+        submissions = [_submission(batch_id, line, left) for line in lines]
+        if reuse_days is None:
+            self._client.submit_payloads(submissions)
+        else:
+            self._reuser.submit(submissions, reuse_days)
+
+    def _late_line(self, line: BulkLine) -> EndedLine:
+        message = "the batch's deadline passed before the line was submitted"
+        return EndedLine(
+            line.line,
+            line.custom_id,
+            JobState.EXPIRED,
+            "expired",
+            message,
+            callback=wanted_callback(line.payload, self._client.settings),
+            tenant=line.payload.tenant,
+        )
 
     def _insert_ended(self, batch_id: str, lines: Sequence[EndedLine]) -> None:
         model = self._client.settings.model
@@ -499,6 +525,11 @@ class _Storing:
         self._left = deque(steps)
         self.again()
 
+    @property
+    def lines(self) -> int:
+        """Good lines that are not in yet; exact while no step is being taken."""
+        return sum(len(step.left) for step in self._left if isinstance(step, _Accepting))
+
     def again(self) -> None:
         self._future = self._beside.submit(self._take)
 
@@ -512,22 +543,31 @@ class _Storing:
             self._left.popleft()
 
 
-def _all_in(left: list[T], accept: Callable[[Sequence[T]], object]) -> None:
-    """Accept what is left, and take it off, in pieces where a tenant has room for some only.
+class _Accepting:
+    """Accepts lines and takes them off ``left``, in pieces where a tenant has room for some only.
 
-    Raises:
-        TenantLimitError: there is no room for the next one.
+    A call raises ``TenantLimitError`` when there is no room for the next one; another call goes on from there.
     """
-    size = len(left)
-    while left:
-        try:
-            accept(left[:size])
-        except TenantLimitError as error:
-            if size == 1 or error.present >= error.limit:
-                raise
-            size = min(size, len(left)) // 2 or 1
-        else:
-            del left[:size]
+
+    def __init__(self, lines: list[BulkLine], accept: Callable[[Sequence[BulkLine]], object]) -> None:
+        self.left = lines
+        self._accept = accept
+
+    def __call__(self) -> None:
+        size = len(self.left)
+        while self.left:
+            size = min(size, len(self.left))
+            try:
+                self._accept(self.left[:size])
+            except TenantLimitError as error:
+                room = error.limit - error.present
+                if size == 1 or room <= 0:
+                    raise
+                # So many jobs fit, whoever's they are; of tokens, lines may want very different numbers.
+                fits = room if error.what == "jobs" else min(size // 2, size * room // error.wanted)
+                size = max(1, min(size - 1, fits))
+            else:
+                del self.left[:size]
 
 
 def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:
@@ -553,11 +593,6 @@ def _submission(batch_id: str, line: BulkLine, left_s: float | None) -> Submissi
 
 def _bad_line(error: LineError) -> EndedLine:
     return EndedLine(error.line, _storable(error.custom_id), JobState.FAILED, error.code, error.message)
-
-
-def _late_line(line: BulkLine) -> EndedLine:
-    message = "the batch's deadline passed before the line was submitted"
-    return EndedLine(line.line, line.custom_id, JobState.EXPIRED, "expired", message)
 
 
 def _storable(text: str | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Engine, event, func, select
 
 from models_db.errors import TenantLimitError
 from models_db.jobs import insert_jobs, request_cancel
@@ -111,3 +111,21 @@ def test_many_at_once_stay_exactly_within_the_limit(db: Engine) -> None:
         thread.join()
     assert count(db, Job) == 24  # eight threes; the ninth would be 27
     assert len(refused) == 24 - 8
+
+
+def test_a_full_tenant_is_told_before_any_row_is_written(db: Engine) -> None:
+    limit = TenantLimit(jobs=1)
+    submit(db, ["a"], limit)
+    written: list[str] = []
+
+    def note(conn: object, cursor: object, statement: str, *rest: object) -> None:
+        written.append(statement.lower())
+
+    event.listen(db, "before_cursor_execute", note)
+    try:
+        with pytest.raises(TenantLimitError):
+            submit(db, ["b"], limit)
+    finally:
+        event.remove(db, "before_cursor_execute", note)
+    assert written
+    assert not [statement for statement in written if statement.startswith("insert into job ")]
