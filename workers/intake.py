@@ -123,7 +123,7 @@ def _payload(request: GenerateRequest, settings: Settings) -> GeneratePayload:
             "takes exactly one positional argument", field="payload", fix="Send args=[payload]"
         )
     payload = GeneratePayload.parse(args[0])
-    payload.check_limits(settings)
+    payload.check_limits(settings, at_submission=False)
     if payload.model != settings.model:
         raise UnknownModelError(
             "is not served from this queue",

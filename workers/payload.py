@@ -164,8 +164,8 @@ class GeneratePayload(SamplingParams):
         except ValidationError as exc:
             raise request_error_from(exc) from None
 
-    def check_limits(self, settings: Settings) -> None:
-        """Refuse what the settings do not allow.
+    def check_limits(self, settings: Settings, *, at_submission: bool = True) -> None:
+        """Refuse what the settings do not allow. What a tenant may have open is asked at submission alone.
 
         Raises:
             UnknownModelError: the model is not one that this fleet serves.
@@ -196,7 +196,7 @@ class GeneratePayload(SamplingParams):
                 value=size,
                 fix="Shorten it or raise TOKENMILL_MAX_PAYLOAD_BYTES",
             )
-        limit = settings.tenant_limit(self.tenant)
+        limit = settings.tenant_limit(self.tenant) if at_submission else None
         if limit is not None and 0 < limit.tokens < self.tokens_at_most:
             raise RequestError(
                 f"with the prompt comes to more than the {limit.tokens} tokens that the tenant may have open",

@@ -333,3 +333,12 @@ def test_every_text_field_is_among_those() -> None:
         if re.search(r"\bstr\b", str(info.annotation))
     }
     assert texts == {"model", "prompt", "stop", "tenant", "custom_id", "callback_url"}
+
+
+def test_a_tenants_limit_is_asked_at_submission_alone() -> None:
+    """A worker whose limit is lower runs what was accepted."""
+    settings = load_settings(tenant_max_open_tokens=100)
+    made = payload(tenant="acme", max_tokens=200)
+    with pytest.raises(RequestError, match="TENANT_MAX_OPEN_TOKENS"):
+        made.check_limits(settings)
+    made.check_limits(settings, at_submission=False)
