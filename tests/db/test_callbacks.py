@@ -431,10 +431,11 @@ def sender_for(
     db: Engine, hooks: Hooks, *, hosts: tuple[str, ...] = (HOST,), **limits: Any
 ) -> CallbackSender:
     rules = CallbackRules(tuple(map(HostRule.parse, hosts)))
-    # Chance takes the shortest pause; the host's own pauses are over at once.
+    # Chance takes the shortest pause and leaves hosts in their order; the host's own pauses are over at once.
     clock = iter(range(0, 10**9, 1000))
     spread = random.Random(1)
     spread.uniform = lambda low, high: low  # type: ignore[method-assign]
+    spread.shuffle = lambda rows: None  # type: ignore[method-assign]
     return CallbackSender(
         db, rules, [SECRET], hooks, SenderLimits(**limits), monotonic=lambda: next(clock), spread=spread
     )
@@ -707,6 +708,70 @@ def test_a_slow_host_does_not_hold_up_another(world: Engine) -> None:
     assert len(hooks.sent) == len({headers["webhook-id"] for _, headers, _ in hooks.sent}) == 12
 
 
+def test_hosts_that_are_slow_but_well_leave_a_hand_to_the_next_one(world: Engine) -> None:
+    """Two of them hold all hands, and each of theirs that gets free goes to who has none, last in the alphabet."""
+    for host in ("a.example.com", "b.example.com"):
+        names = [f"{host[0]}{number}" for number in range(8)]
+        add_with_callback(world, *names, callback=NewCallback(f"https://{host}/", host))
+        with world.begin() as conn:
+            request_cancel(conn, names)
+    add_with_callback(world, "z", callback=NewCallback("https://z.example.com/", "z.example.com"))
+
+    class SlowHooks(Hooks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.answers = asyncio.Semaphore(0)
+            self.came: asyncio.Queue[str] = asyncio.Queue()
+
+        async def post(self, url: CallbackUrl, headers: Mapping[str, str], body: bytes) -> Answer:
+            self.came.put_nowait(url.host)
+            await self.answers.acquire()
+            return Answer(204)
+
+    async def scene() -> list[str]:
+        hooks = SlowHooks()
+        sender = sender_for(world, hooks, hosts=(".example.com",), per_host=2, in_all=4)
+        stop = asyncio.Event()
+        running = asyncio.create_task(sender.run(stop))
+        first = [await hooks.came.get() for _ in range(4)]
+        await asyncio.to_thread(cancel, "z")
+        hooks.answers.release()
+        then = await hooks.came.get()
+        stop.set()
+        for _ in range(30):
+            hooks.answers.release()
+        await running
+        return [*sorted(first), then]
+
+    def cancel(job_id: str) -> None:
+        with world.begin() as conn:
+            request_cancel(conn, [job_id])
+
+    came = asyncio.run(asyncio.wait_for(scene(), 30))
+    assert came == ["a.example.com"] * 2 + ["b.example.com"] * 2 + ["z.example.com"]
+
+
+def test_more_hosts_than_one_look_sees_have_their_turn_although_all_hands_are_busy(
+    world: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for host in ("a.example.com", "b.example.com"):
+        names = [f"{host[0]}{number}" for number in range(8)]
+        add_with_callback(world, *names, callback=NewCallback(f"https://{host}/", host))
+        with world.begin() as conn:
+            request_cancel(conn, names)
+    monkeypatch.setattr(
+        "workers.callbacks.sender.due_hosts",
+        lambda conn, now, after: due_hosts(conn, now, after=after, limit=1),
+    )
+    sender = sender_for(world, Hooks(), hosts=(".example.com",), per_host=2, in_all=2)
+    (one, two) = sender._look().taken
+    assert {one.claim.host, two.claim.host} == {"a.example.com"}
+    sender._busy["a.example.com"] = 2
+    assert sender._look().taken == []
+    sender._busy["a.example.com"] = 1
+    assert [taken.claim.host for taken in sender._look().taken] == ["b.example.com"]
+
+
 def test_a_host_that_asks_for_a_rest_gets_it_as_a_whole(world: Engine) -> None:
     add_with_callback(world, "first", "second")
     add_with_callback(world, "other", callback=NewCallback("https://other.example.com/", "other.example.com"))
@@ -806,3 +871,14 @@ def test_a_sender_that_cannot_send_says_what_is_missing(db: Engine) -> None:
     with pytest.raises(ConfigurationError, match="tokenmill callbacks secret"):
         make_sender(load_settings(callback_hosts=HOST), db)
     make_sender(load_settings(callback_hosts=HOST, callback_secrets=SECRET), db)
+
+
+@pytest.mark.parametrize("per_host", [1, 8, 64])
+def test_no_host_may_have_most_of_a_senders_requests(db: Engine, per_host: int) -> None:
+    from workers.callbacks.service import make_sender
+    from workers.settings import load_settings
+
+    settings = load_settings(callback_hosts=HOST, callback_secrets=SECRET, callback_host_connections=per_host)
+    limits = make_sender(settings, db)._limits
+    assert limits.per_host == per_host
+    assert limits.in_all >= max(64, 4 * per_host)

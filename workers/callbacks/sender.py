@@ -64,7 +64,7 @@ class SenderLimits:
     """How much at once, and for how long."""
 
     per_host: int = 8  # requests to one host at once
-    in_all: int = 64
+    in_all: int = 64  # shared by the hosts, those with the fewest first
     timeout_s: float = 10.0  # of a request
     max_age_s: float = 86_400.0  # after the end that is told
     grace_s: float = 5.0  # for requests that are under way when the sender stops
@@ -109,6 +109,7 @@ class _Taken:
 class _Look:
     taken: list[_Taken] = field(default_factory=list)
     more: bool = False  # there may be more than we had hands for
+    full: bool = False  # there was no hand at all, so that nobody was looked for
 
 
 class CallbackSender:
@@ -173,7 +174,7 @@ class CallbackSender:
                     self._start(taken)
                 if look.more:
                     wake.append(self._freed)
-                if self._after:
+                if self._after and not look.full:
                     pause_s = NEXT_HOSTS_S
             await _first(wake, pause_s)
         with suppress(Exception):  # the others, or the next start
@@ -200,9 +201,15 @@ class CallbackSender:
             self._next_batches = self._monotonic() + BATCHES_EVERY_S
             self._end_batches()
         look = _Look()
+        free = self._limits.in_all - self._busy.total()
+        if free <= 0:  # the turn stays with those who come next
+            look.more = look.full = True
+            return look
         with reading(self._engine) as conn:
             hosts, self._after = due_hosts(conn, database_now(conn), after=self._after)
-        free = self._limits.in_all - self._busy.total()
+        # Each hand that gets free goes to a host that holds few, or those who answer slowly would share all of them.
+        self._spread.shuffle(hosts)
+        hosts.sort(key=lambda host: self._busy[host])
         for host in hosts:
             if self._paused(host):
                 continue

@@ -19,6 +19,11 @@ from workers.settings import Settings
 
 log = logging.getLogger("tokenmill.callbacks")
 
+# A sender that freezes within a transaction keeps its callbacks' locks for no longer than this.
+IDLE_IN_TRANSACTION_S = 30.0
+AT_ONCE = 64  # requests of a sender, at least
+HOSTS_AT_ONCE = 4  # so many hosts can have all the requests that one host may have
+
 
 def make_sender(settings: Settings, engine: Engine) -> CallbackSender:
     """A sender as the settings say.
@@ -45,8 +50,10 @@ def make_sender(settings: Settings, engine: Engine) -> CallbackSender:
         timeout_s=timeout_s,
         ca_file=settings.callback_ca_file,
     )
+    per_host = settings.callback_host_connections
     limits = SenderLimits(
-        per_host=settings.callback_host_connections,
+        per_host=per_host,
+        in_all=max(AT_ONCE, HOSTS_AT_ONCE * per_host),
         timeout_s=timeout_s,
         max_age_s=settings.callback_max_age_s,
     )
@@ -92,7 +99,7 @@ def start_sender(settings: Settings) -> SenderThread | None:
     """
     if not settings.callback_hosts or not settings.callback_sender:
         return None
-    engine = make_engine(settings.database_url, pool_size=3)
+    engine = make_engine(settings.database_url, pool_size=3, idle_in_transaction_s=IDLE_IN_TRANSACTION_S)
     thread = SenderThread(make_sender(settings, engine), engine)
     thread.start()
     return thread
