@@ -32,8 +32,8 @@ async def tokenmill(request: Request) -> Response:
     except CallbackSignatureError as error:
         raise HTTPException(401, str(error)) from error
     if event["id"] not in seen:
-        seen.add(event["id"])
         handle(event)
+        seen.add(event["id"])  # afterwards: what failed comes again. In SQL, do both in one transaction
     return Response(status_code=204)
 
 

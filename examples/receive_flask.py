@@ -30,8 +30,8 @@ def tokenmill() -> tuple[str, int]:
     except CallbackSignatureError as error:
         return str(error), 401
     if event["id"] not in seen:
-        seen.add(event["id"])
         handle(event)
+        seen.add(event["id"])  # afterwards: what failed comes again. In SQL, do both in one transaction
     return "", 204
 
 

@@ -14,6 +14,7 @@ from celery.worker.request import Request
 from models_db.tables import JobState
 from workers.leases import give_back
 from workers.payload import describe
+from workers.revokes import revoked_here
 from workers.stored import names_links
 
 if TYPE_CHECKING:
@@ -85,10 +86,8 @@ class GenerateRequest(QuietRequest):
 
     def looks_revoked(self) -> bool:
         """Whether ``revoked()`` would say so; has no effect, so that any thread may ask."""
-        if self._already_revoked or self.id in state.revoked or self.past_expiry:
-            return True
-        stamps = self.stamps
-        return any(header in stamps for header in tuple(state.revoked_stamps))
+        # Stamps count by their values, not by their names alone: who is wrongly taken for revoked is dropped unended.
+        return self._already_revoked or self.past_expiry or revoked_here().names(self.id, self.stamps)
 
     def acknowledge(self) -> None:
         """Acknowledge a settled request; for another one, ask for its end to be committed first."""

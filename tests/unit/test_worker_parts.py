@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from celery.utils.saferepr import saferepr
+from celery.worker import state
 from kombu.exceptions import OperationalError
 from kombu.utils.json import dumps
 
@@ -204,6 +205,18 @@ def test_a_message_past_its_expiry_asks_to_end_as_expired() -> None:
     assert request.looks_revoked()
     request.acknowledge()
     assert table.revoked == [("j", JobState.EXPIRED)]
+
+
+def test_a_stamp_revokes_by_its_value_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with another value of the same stamp would be taken out of its place and never ended."""
+    request, _ = request_of(
+        Message(BODY, stamped_headers=["batch"], stamps={"batch": ["spring"]}, batch=["spring"])
+    )
+    assert request.stamps == {"batch": ["spring"]}
+    monkeypatch.setattr(state, "revoked_stamps", {"batch": ["winter"]})
+    assert not request.looks_revoked()
+    monkeypatch.setattr(state, "revoked_stamps", {"batch": ["winter", "spring"]})
+    assert request.looks_revoked()
 
 
 def test_an_abandoned_request_is_never_acknowledged() -> None:
