@@ -33,6 +33,7 @@ class ClaimedSuspect:
 
     job_id: str
     attempt: int
+    created_at: datetime
     deadline_at: datetime | None
     stored: StoredMessage
 
@@ -96,4 +97,7 @@ def claim_suspects(
     locked = [job for job in lock_jobs(conn, ids).values() if job.state is JobState.QUEUED]
     start_jobs(conn, locked, worker_id, now)
     stored = stored_messages(conn, [job.id for job in locked])
-    return [ClaimedSuspect(job.id, job.attempt + 1, job.deadline_at, stored[job.id]) for job in locked]
+    return [
+        ClaimedSuspect(job.id, job.attempt + 1, job.created_at, job.deadline_at, stored[job.id])
+        for job in locked
+    ]

@@ -51,10 +51,10 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
         return on_task_received
 
     def update_strategies(self) -> None:
-        """As Celery's, with our own tracer for generation jobs."""
+        """As Celery's, with our own tracer for generation jobs, which may be traced in other threads meanwhile."""
         super().update_strategies()
         task = self.app.tasks[TASK_NAME]
-        task.__trace__ = build_tracer(task, self.hostname)
+        task.tracer = build_tracer(task, self.hostname)
 
     def reset_rate_limits(self) -> None:
         """As Celery's; what waits for its turn under an old limit follows the new one, or starts without one."""

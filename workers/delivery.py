@@ -98,6 +98,7 @@ class DeliveryTable:
             announce=announce,
             clock=clock,
             now=now,
+            max_age_s=settings.max_queue_age_s,
             streams=streams,
             book=OutageBook(spool),
         )
@@ -341,7 +342,7 @@ class DeliveryTable:
         if delivery.run is not None:
             self._runs.abandon(delivery.run)
         elif self._parked.pop(delivery.number, None) or self._held.pop(delivery.number, None):
-            self._endings.forget()
+            self._endings.leave(delivery)
         # else its claim is on the way
 
     def _on_close(self) -> None:

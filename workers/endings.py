@@ -61,6 +61,11 @@ class Endings:
         with self._lock:
             self._pending -= 1
 
+    def leave(self, delivery: Delivery) -> None:
+        """Celery has cancelled it to have it delivered again: neither callback nor acknowledgement."""
+        self._tracer.ended(delivery, states.RETRY)
+        self.forget()
+
     def hand_back(self, delivery: Delivery, *, front: bool = True) -> None:
         """Back into its queue, without the tracer."""
         self._tracer.ended(delivery, states.REJECTED)
@@ -94,17 +99,25 @@ class Endings:
         runtime_s: float | None = None,
         joined: Sequence[Delivery] = (),
     ) -> None:
-        """Tell Celery the outcome; the deliveries that joined it are acknowledged after it."""
+        """Tell Celery the outcome; the deliveries that joined it are acknowledged after it.
+
+        A job that was cancelled or expired before it got a slot here does not start in Celery's eyes either. A failed
+        one does, so that the failure has a beginning and an end.
+        """
         if delivery.call is None:  # revoked before the pool saw it
             self.acknowledge_ending(delivery)
             return
 
         def then() -> None:
             for other in joined:
-                self.drop(other)
+                if other.ending is not None:
+                    self.acknowledge_ending(other)
+                else:
+                    self.drop(other)
             self.forget()
 
-        self._accept(delivery)
+        if outcome.state not in (JobState.CANCELLED, JobState.EXPIRED):
+            self._accept(delivery)
         self._tracer.trace(delivery, outcome, runtime_s, then)
 
     def fail(self, delivery: Delivery, error: BaseException) -> None:

@@ -173,12 +173,14 @@ class Finaliser:
 
     def _call(self, one: _Ended) -> tuple[Action, BaseException | None]:
         delivery = one.delivery
-        beginning = delivery.request.beginning
-        if beginning is None or not beginning.claim_end():
-            beginning = Beginning(self._task, delivery.request)
-        call = Call(beginning.run, (partial(one.call.target, *one.call.args, **one.call.kwargs),), {})
+        call = one.call
+        if delivery.accepted:
+            beginning = delivery.request.beginning
+            if beginning is None or not beginning.claim_end():
+                beginning = Beginning(self._task, delivery.request)
+            call = Call(beginning.run, (partial(one.call.target, *one.call.args, **one.call.kwargs),), {})
         runtime_s = _stored_runtime_s(one.outcome) if one.runtime_s is None else one.runtime_s
-        with self._task.outcome(one.outcome, runtime_s):
+        with self._task.outcome(one.outcome, runtime_s, begun=delivery.accepted):
             finish, error = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
         return self._untold(one, error) if isinstance(error, BACKEND_AWAY) else (finish, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
+from enum import Enum
 from typing import Any
 
 from backend.api import GenerationHandle, GenerationResult, RequestError, TokenmillError, UnknownModelError
@@ -68,6 +69,13 @@ class Delivery:
             self.terminated()
 
 
+class Limit(Enum):
+    """Celery's time limits of a job."""
+
+    SOFT = "soft"
+    HARD = "hard"
+
+
 @dataclass(eq=False)
 class Run:
     """One attempt at a job, owned by this worker, with every delivery that waits for its end."""
@@ -85,8 +93,7 @@ class Run:
     handle: GenerationHandle | None = None
     started_at: float | None = None  # when it got a slot of the backend
     runtime_s: float | None = None
-    soft_limited: bool = False
-    hard_limit_hit: bool = False
+    limit_hit: Limit | None = None  # which of them ended it; the first counts
     cancel_wanted: bool = False
     ending: JobState | None = None
     finishing: bool = False  # its end is being committed

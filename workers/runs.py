@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -20,13 +21,13 @@ from backend.api import (
     QueueFullError,
     RequestError,
 )
-from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
+from models_db.claims import WAITED_TOO_LONG, ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import WriterStoppedError
 from models_db.suspects import ClaimedSuspect
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
-from workers.intake import Delivery, Run, stored_result
+from workers.intake import Delivery, Limit, Run, stored_result
 from workers.revokes import Revokes, end_before_start
 from workers.spool import OutageBook
 from workers.stored import read_stored
@@ -70,6 +71,7 @@ class Runs:
         claim_again: takes the deliveries of a run that lost the fence.
         on_death: told when the backend has died.
         announce: has messages of these jobs published, so that a delivery tells Celery how they ended.
+        max_age_s: a suspect that was created longer ago expires, as other jobs do when they are claimed.
         streams: where the tokens of jobs that ask for it go.
         book: keeps ends that the database has not taken yet.
     """
@@ -88,6 +90,7 @@ class Runs:
         announce: Callable[[Sequence[str]], None],
         clock: Callable[[], float],
         now: Callable[[], datetime],
+        max_age_s: float | None = None,
         streams: StreamSink | None = None,
         book: OutageBook | None = None,
     ) -> None:
@@ -102,6 +105,7 @@ class Runs:
         self._announce = announce
         self._clock = clock
         self._now = now
+        self._max_age_s = max_age_s
         self._streams = streams
         self._book = book or OutageBook(None)
         self._runs: dict[str, Run] = {}
@@ -161,6 +165,11 @@ class Runs:
         self._runs[run.job_id] = run
         if asked.error is not None and not self.closing:
             self._finish(run, JobState.FAILED, error=asked.error)
+        elif (
+            self._max_age_s is not None
+            and claim.created_at + timedelta(seconds=self._max_age_s) <= self._now()
+        ):
+            self._finish(run, JobState.EXPIRED, error=JobExpiredError(WAITED_TOO_LONG))
         elif end := end_before_start(run.job_id, asked, self._now()):
             self._finish(run, end)
         else:
@@ -192,10 +201,7 @@ class Runs:
             error = JobExpiredError("the deadline passed before the job could start")
             self._finish(run, JobState.EXPIRED, error=error)
             return
-        limits = [limit for limit in (left, run.soft_s) if limit is not None]
-        request = run.payload.to_request(run.job_id)
-        request = request.model_copy(update={"deadline_s": min(limits, default=None)})
-        run.soft_limited = run.soft_s is not None and request.deadline_s == run.soft_s
+        request = run.payload.to_request(run.job_id).model_copy(update={"deadline_s": left})
         try:
             handle = self._backend.submit(request)
         except QueueFullError:
@@ -216,15 +222,19 @@ class Runs:
             self._streams.begin(run.job_id, run.attempt, handle)
         # For Celery a job begins with its slot, not while it waits for one.
         handle.when_started(lambda: self._actor.send(partial(self._on_started, run, self._clock())))
-        if run.hard_s is not None:
-            self._actor.after(run.hard_s, partial(self._on_hard_limit, run))
         self._actor.when(handle.future, partial(self._on_done, run, handle))
 
     def _on_started(self, run: Run, at: float) -> None:
         run.started_at = at
-        if not run.releasing:
-            for delivery in run.deliveries:
-                self._accept(delivery)
+        if run.releasing:
+            return
+        for delivery in run.deliveries:
+            self._accept(delivery)
+        for limit, seconds in ((Limit.SOFT, run.soft_s), (Limit.HARD, run.hard_s)):
+            if seconds is not None:
+                # From the slot on, as Celery counts from the start of a task: time spent waiting is not the job's.
+                left = max(0.0, at + seconds - self._clock())
+                self._actor.after(left, partial(self._on_limit, run.job_id, run.attempt, limit))
 
     def watch_revokes(self, period_s: float) -> None:
         """Celery looks at a revoke when a job starts; for us that is when it leaves the backend's queue."""
@@ -257,10 +267,13 @@ class Runs:
             if run.asked is not None and revokes.names(run.job_id, run.asked.stamps):
                 self.end_early(run, JobState.CANCELLED)
 
-    def _on_hard_limit(self, run: Run) -> None:
-        if not run.finishing and run.handle is not None:
-            run.hard_limit_hit = True
-            run.handle.cancel()
+    def _on_limit(self, job_id: str, attempt: int, limit: Limit) -> None:
+        run = self.get(job_id)  # by its name: a timer of an hour must not keep what has ended long ago
+        if run is None or run.attempt != attempt or run.limit_hit is not None or run.finishing:
+            return
+        assert run.handle is not None
+        run.limit_hit = limit
+        run.handle.cancel()
 
     def _on_done(self, run: Run, handle: GenerationHandle, future: Future[GenerationResult]) -> None:
         if run.finishing or run.releasing:
@@ -279,20 +292,30 @@ class Runs:
     def _finish_with(self, run: Run, result: GenerationResult) -> None:
         reason = result.finish_reason
         if reason is FinishReason.CANCELLED:
-            if run.hard_limit_hit:
+            if run.limit_hit is Limit.HARD:
                 error = JobExpiredError("the hard time limit passed")
                 self._finish(run, JobState.EXPIRED, result, error)
+            elif run.limit_hit is Limit.SOFT and not run.cancel_wanted:
+                self._announce_soft_limit(run)
+                self._finish_late(
+                    run, replace(result, finish_reason=FinishReason.DEADLINE), "soft time limit"
+                )
             elif run.cancel_wanted or not self.closing:
                 self._finish(run, run.ending or JobState.CANCELLED, result)
             else:  # the backend shuts down
                 self.release(run, AttemptOutcome.RELEASED, AT_SHUTDOWN)
-        elif reason is FinishReason.DEADLINE and not result.completion_tokens:
-            error = JobExpiredError("the deadline passed before the first token")
-            self._finish(run, JobState.EXPIRED, result, error)
+        elif reason is FinishReason.DEADLINE:
+            self._finish_late(run, result, "deadline")
         else:
-            if reason is FinishReason.DEADLINE and run.soft_limited:
-                self._announce_soft_limit(run)
             self._finish(run, JobState.SUCCEEDED, result)
+
+    def _finish_late(self, run: Run, result: GenerationResult, limit: str) -> None:
+        """With the text so far, where there is any."""
+        if result.completion_tokens:
+            self._finish(run, JobState.SUCCEEDED, result)
+        else:
+            error = JobExpiredError(f"the {limit} passed before the first token")
+            self._finish(run, JobState.EXPIRED, result, error)
 
     def _announce_soft_limit(self, run: Run) -> None:
         for delivery in run.deliveries:
@@ -374,21 +397,23 @@ class Runs:
         if not run.deliveries:
             self._announce([run.job_id])
             return
-        waiting = []
-        for delivery in self._live(run):
-            if delivery.ending is not None:
-                self._endings.acknowledge_ending(delivery)
-            else:
-                waiting.append(delivery)
+        live = self._live(run)
+        revoked = [delivery for delivery in live if delivery.ending is not None]
+        waiting = [delivery for delivery in live if delivery.ending is None]
         if not waiting:
+            for delivery in revoked:
+                self._endings.acknowledge_ending(delivery)
             return
+        # The run's end is signalled once, by the delivery that tells Celery of it; the others follow.
         first, *others = waiting
-        if run.hard_limit_hit and outcome.state is JobState.EXPIRED and first.timeout is not None:
+        if run.limit_hit is Limit.HARD and outcome.state is JobState.EXPIRED and first.timeout is not None:
             self._endings.time_out(first)
             for delivery in others:
                 self._endings.drop(delivery)
+            for delivery in revoked:
+                self._endings.acknowledge_ending(delivery)
         else:
-            self._endings.trace(first, outcome, run.runtime_s, others)
+            self._endings.trace(first, outcome, run.runtime_s, [*others, *revoked])
 
     # --------------------------------------------------------------------------------------------------- release
 
@@ -424,11 +449,16 @@ class Runs:
             self._endings.hand_back(delivery)
 
     def _live(self, run: Run) -> Sequence[Delivery]:
-        """The deliveries that still want an end; the others are forgotten."""
+        """The deliveries that still want an end; the others are left."""
+        live = [delivery for delivery in run.deliveries if not delivery.abandoned]
         for delivery in run.deliveries:
-            if delivery.abandoned:
+            if not delivery.abandoned:
+                continue
+            if live:  # whose end is the run's, and is signalled as such
                 self._endings.forget()
-        return [delivery for delivery in run.deliveries if not delivery.abandoned]
+            else:
+                self._endings.leave(delivery)
+        return live
 
     def _forget(self, run: Run) -> None:
         if self._runs.get(run.job_id) is run:

@@ -7,7 +7,7 @@ only hands that outcome over, so that the result backend, links, chords and sign
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -109,22 +109,50 @@ class GenerateTask(Task):  # type: ignore[misc]
     reject_on_worker_lost = True
     throws = (TokenmillError,)
     typing = False  # a wrong call is recorded as a failed job, like any other bad payload
+    track_started = False  # the tracer would say so at the job's end, see ``stores_started``
 
     def __init__(self) -> None:
         self.deliveries: DeliveryTable | None = None  # set by the pool that runs in this process
+        self.tracer: Callable[..., Any] | None = None  # set by the consumer, see ``workers.tracing``
+        self._celery_tracer: Callable[..., Any] | None = None
         self.clock = TracerClock()
         self._current = threading.local()
 
+    @property
+    def __trace__(self) -> Callable[..., Any] | None:
+        """What Celery traces the task with. Its own, which it sets at each connection, is only for other pools."""
+        return self.tracer or self._celery_tracer
+
+    @__trace__.setter
+    def __trace__(self, tracer: Callable[..., Any] | None) -> None:
+        self._celery_tracer = tracer
+
+    @property
+    def stores_started(self) -> bool:
+        """Whether Celery's result says STARTED once the backend has begun a job."""
+        return bool(self.app.conf.task_track_started)
+
     @contextmanager
-    def outcome(self, outcome: Outcome, runtime_s: float | None = None) -> Iterator[None]:
-        """Within this block, in this thread, the task's body hands over ``outcome`` of a job that ran so long."""
+    def outcome(
+        self, outcome: Outcome, runtime_s: float | None = None, *, begun: bool = True
+    ) -> Iterator[None]:
+        """Within this block, in this thread, the task's body hands over ``outcome`` of a job that ran so long.
+
+        Without ``begun`` it never began, and neither its beginning nor its end is signalled.
+        """
         self._current.outcome = outcome
+        self._current.begun = begun
         self.clock.ran(runtime_s)
         try:
             yield
         finally:
             self.clock.ran(None)
-            del self._current.outcome
+            del self._current.outcome, self._current.begun
+
+    @property
+    def outcome_begun(self) -> bool:
+        """Of the outcome that is handed over in this thread; true where there is none."""
+        return getattr(self._current, "begun", True)
 
     def run(self, *args: Any, **kwargs: Any) -> ReturnValue:
         """Hand over the committed outcome; called by Celery's tracer."""

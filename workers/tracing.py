@@ -3,13 +3,14 @@
 Celery's tracer runs once the outcome of a job is committed (``workers.finaliser``). Left alone it would announce
 each job's beginning at its end, and measure microseconds. So the beginning is announced when the backend begins the
 job, and the tracer, built by Celery as for any task, announces none and is given a clock that knows when that was.
+A job that is cancelled or expires before it begins has neither a beginning nor an end.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,18 +44,53 @@ class TracerClock(threading.local):
 
 def build_tracer(task: GenerateTask, hostname: str) -> Callable[..., Any]:
     """Celery's tracer of the task, for ``task.__trace__``; see the module."""
+    begun = _build_without(("task_prerun",), task, hostname)
+    never_begun = _build_without(("task_prerun", "task_postrun"), task, hostname)
+
+    def trace_job(*args: Any, **kwargs: Any) -> Any:
+        return (begun if task.outcome_begun else never_begun)(*args, **kwargs)
+
+    return trace_job
+
+
+class _Unheard:
+    """In the place of a signal: nobody listens to it, now or later."""
+
+    receivers: Sequence[Any] = ()
+
+
+class _SignalsWithout:
+    """The module ``celery.signals``, but that some signals have no receivers for the thread that made this."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names and threading.get_ident() == self._thread:
+            return _Unheard
+        return getattr(signals, name)
+
+
+_building = threading.Lock()
+
+
+def _build_without(names: Sequence[str], task: GenerateTask, hostname: str) -> Callable[..., Any]:
+    """Celery's tracer without these signals.
+
+    It keeps the list of receivers that it finds when it is built, and leaves a signal out while that is empty. The
+    signals themselves stay as they are: other threads send and connect them at any time, also when this is called
+    because the connection to Redis is new.
+    """
     app = task.app
-    prerun = signals.task_prerun
-    with prerun.lock:
-        # The tracer keeps the list of receivers that it finds when it is built, and leaves the signal out while that
-        # is empty, as this one stays.
-        receivers, prerun.receivers = prerun.receivers, []
+    with _building:
+        trace.signals = _SignalsWithout(names)
         try:
             tracer: Callable[..., Any] = trace.build_tracer(
                 task.name, task, app.loader, hostname, app=app, monotonic=task.clock
             )
         finally:
-            prerun.receivers = receivers
+            trace.signals = signals
     return tracer
 
 
@@ -82,7 +118,7 @@ class Beginning:
             self._begun = True
             if signals.task_prerun.receivers:
                 self._context.run(self._send_prerun)
-            if self._task.track_started and not self._request.ignore_result:
+            if self._task.stores_started and not self._request.ignore_result:
                 self._store_started()
 
     def claim_end(self) -> bool:
@@ -150,4 +186,4 @@ class Beginning:
 
 def is_watched(task: GenerateTask) -> bool:
     """Whether anyone wants to know when jobs begin: a receiver of the signals, or readers of STARTED."""
-    return bool(signals.task_prerun.receivers or signals.task_postrun.receivers or task.track_started)
+    return bool(signals.task_prerun.receivers or signals.task_postrun.receivers or task.stores_started)

@@ -59,6 +59,7 @@ class FakeBackend:
         self.cancelled: list[str] = []
         self.refuse: BaseException | None = None
         self.starts = True
+        self.tokens_of_cancelled = 2
 
     def start(self) -> None: ...
 
@@ -84,7 +85,7 @@ class FakeBackend:
 
     def _cancel(self, job_id: str, handle: GenerationHandle) -> None:
         self.cancelled.append(job_id)
-        handle.finish(answer(FinishReason.CANCELLED))
+        handle.finish(answer(FinishReason.CANCELLED, self.tokens_of_cancelled))
 
     def finish(self, job_id: str, reason: FinishReason = FinishReason.STOP, tokens: int = 2) -> None:
         self.handles[job_id].finish(answer(reason, tokens))
@@ -213,18 +214,27 @@ class FakeRequest:
 
 
 class InlineTracer:
-    """Calls back at once, with the outcome written on the request."""
+    """Calls back at once, with the outcome written on the request; ``signalled`` are beginnings and ends."""
 
     def __init__(self, post: Callable[[Action], None]) -> None:
         self._post = post
         self.traced: list[str] = []
+        self.signalled: list[tuple[str, str]] = []
+        self._begun: set[int] = set()
 
-    def started(self, delivery: Delivery) -> None: ...
+    def started(self, delivery: Delivery) -> None:
+        self._begun.add(delivery.number)
+        self.signalled.append((delivery.job_id, "began"))
 
-    def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None: ...
+    def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None:
+        if delivery.number in self._begun:
+            self._begun.remove(delivery.number)
+            self.signalled.append((delivery.job_id, state))
 
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
         self.traced.append(outcome.job_id)
+        assert delivery.accepted == (delivery.number in self._begun)
+        self.ended(delivery, str(outcome.state))
 
         def complete() -> None:
             request: Any = delivery.request

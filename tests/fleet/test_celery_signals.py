@@ -14,8 +14,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from models_db.tables import JobState
-from tests.fleet.celery_fleet import PROMPT, TOKENS_PER_S, CeleryFleet, assert_nothing_private, celery_fleet
+from tests.fleet.celery_fleet import (
+    PROMPT,
+    SLOTS,
+    TOKENS_PER_S,
+    CeleryFleet,
+    assert_nothing_private,
+    celery_fleet,
+)
 from tests.fleet.fleet import wait_until
+from workers.control import CANCEL_COMMAND
 
 TASK = "tokenmill.generate"
 FOR_EVER = 100_000
@@ -86,6 +94,28 @@ def test_each_other_end_has_its_signals(fleet: CeleryFleet) -> None:
     assert said[terminated.id]["task_revoked"]["terminated"] is True
     assert said[terminated.id]["task_postrun"]["state"] == "REVOKED"
     assert said[unknown.id]["task_unknown"]["name"] == "tests.nobody"
+
+
+def test_what_ends_without_a_slot_is_never_said_to_start(fleet: CeleryFleet) -> None:
+    running = [fleet.signature(FOR_EVER).apply_async() for _ in range(SLOTS)]
+    for task in running:
+        fleet.wait_seen(task.id, "task_prerun")
+    payload = {"model": "echo", "prompt": PROMPT, "max_tokens": 2}
+    late = fleet.app.send_task(TASK, args=[payload | {"deadline_s": 0.3}], queue=fleet.queue)
+    assert names(fleet.wait_seen(late.id, "task_failure")) == ["received", "failure"]
+    cancelled = fleet.signature(2).apply_async()
+    fleet.wait_seen(cancelled.id, "task_received")
+    fleet.wait_state(cancelled.id, JobState.RUNNING)  # claimed, in the backend's queue
+    fleet.app.control.broadcast(CANCEL_COMMAND, arguments={"ids": [cancelled.id]})
+    assert names(fleet.wait_seen(cancelled.id, "task_revoked")) == ["received", "revoked"]
+    for task in running:
+        task.revoke(terminate=True)
+        fleet.wait_seen(task.id, "task_postrun")
+    after = fleet.signature(2).apply_async()
+    fleet.wait_seen(after.id, "task_postrun")
+    for task in (late, cancelled):
+        assert not {"task_prerun", "task_postrun"} & {note["what"] for note in fleet.seen(task.id)}
+    assert "no existing span found" not in fleet.workers[0].log
 
 
 def spans(fleet: CeleryFleet) -> list[dict[str, Any]]:

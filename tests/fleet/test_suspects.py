@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from celery.worker import state as worker_state
 from sqlalchemy import Engine, select
 
 from backend.api import EngineDeadError
+from models_db.claims import WAITED_TOO_LONG
 from models_db.deaths import ALONE_DEATHS, KILLED_ITS_WORKER, SOLO_LIMIT, SUSPECT_DEATHS
 from models_db.jobs import insert_jobs, request_cancel
 from models_db.migrate import upgrade
@@ -110,6 +112,22 @@ class Ward(World):
     def take_published(self) -> list[str]:
         published, self.published[:] = list(self.published), []
         return published
+
+
+@pytest.mark.parametrize("deaths", [SUSPECT_DEATHS, ALONE_DEATHS], ids=["in a group", "alone"])
+def test_a_suspect_that_waited_too_long_expires_like_any_job(engine: Engine, deaths: int) -> None:
+    world = World(engine)
+    worker = world.worker(max_queue_age_s=60)
+    now = world.clock.now()
+    accept(engine, ["old"], deaths=deaths, created_at=now - timedelta(seconds=61))
+    accept(engine, ["young"], deaths=deaths, created_at=now - timedelta(seconds=50))
+    for _ in range(5):
+        world.clock.seconds += 1
+        world.run()
+    assert worker.backend.submitted == ["young"]
+    assert world.state("old") is JobState.EXPIRED
+    assert world.status("old").error_message == WAITED_TOO_LONG
+    assert world.published == ["old"], "a delivery tells Celery"
 
 
 @pytest.mark.parametrize("engine_dies", [False, True], ids=["process dies", "engine dies"])

@@ -299,7 +299,8 @@ def test_started_is_stored_at_admission_and_never_after_the_outcome() -> None:
     message = Message(BODY)
     request, _ = request_of(message)
     task = request.task
-    task.track_started, task.backend = True, ResultBackend()
+    task.app.conf.task_track_started = True
+    task.backend = ResultBackend()
     mailbox, threads, told = Mailbox(), Threads(2), []
 
     def tracer(*args: Any) -> tuple[int, str, float]:
@@ -307,7 +308,7 @@ def test_started_is_stored_at_admission_and_never_after_the_outcome() -> None:
         task.backend.stored.append(("j", "SUCCESS"))
         return 0, "value", 0.1
 
-    delivery = Delivery(request=request, call=Call(tracer, (), {}), callback=told.append)
+    delivery = Delivery(request=request, call=Call(tracer, (), {}), callback=told.append, accepted=True)
     finaliser = Finaliser(task, threads, mailbox.post)
     finaliser.started(delivery)
     finaliser.trace(delivery, outcome(result=RESULT), 2.5, lambda: told.append("then"))
@@ -376,7 +377,7 @@ def traced(
     """Run a tracer for a request with this body, until its actions are in the mailbox."""
     request, _ = request_of(Message(body))
     mailbox, threads, told = Mailbox(), Threads(1), []
-    delivery = Delivery(request=request, call=Call(tracer, (), {}), callback=told.append)
+    delivery = Delivery(request=request, call=Call(tracer, (), {}), callback=told.append, accepted=True)
     Finaliser(request.task, threads, mailbox.post, mark_told).trace(
         delivery, outcome(result=RESULT), 1.0, lambda: told.append("then")
     )
