@@ -32,6 +32,7 @@ from models_db.workers import register_worker
 from models_db.writer import DatabaseThread
 from workers.broker import stream_connection
 from workers.delivery import DeliveryTable
+from workers.exits import EXIT_CONFIGURATION, EXIT_ENGINE_DEAD, EXIT_TRY_AGAIN
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
@@ -46,10 +47,6 @@ from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
 
 logger = get_logger(__name__)
-
-EXIT_ENGINE_DEAD = 70  # EX_SOFTWARE
-EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL
-EXIT_CONFIGURATION = 78  # EX_CONFIG
 
 _LAST_COMMITS_S = 10.0  # after the grace: for releases and commits that are on their way
 _HUB_TIMERS_S = 0.25

@@ -10,18 +10,21 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from celery.exceptions import SecurityWarning
 
-from workers.app import make_app
+from backend.api import ConfigurationError
+from workers.app import TokenmillApp, make_app
+from workers.exits import EXIT_CONFIGURATION
 from workers.payload import queue_for
-from workers.settings import Settings
+from workers.settings import Settings, redact_text
 
 logger = logging.getLogger("tokenmill.worker")
 
-EXIT_CONFIGURATION = 78
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,13 +34,9 @@ def run_process(settings: Settings) -> int:
     app = make_app(settings)
     app.set_current()
     try:
-        app.loader.import_default_modules()
-    except ImportError as exc:
-        logger.critical(
-            "The worker cannot start: worker_imports (TOKENMILL_WORKER_IMPORTS): %s. "
-            "Install that module, or start the worker in the folder that holds it",
-            exc,
-        )
+        import_modules(app, settings.worker_imports)
+    except ConfigurationError as exc:
+        logger.critical("The worker cannot start: %s", redact_text(str(exc)))
         return EXIT_CONFIGURATION
     worker = app.Worker(
         hostname=f"tokenmill-{os.getpid()}@{settings.worker_name}",
@@ -50,6 +49,36 @@ def run_process(settings: Settings) -> int:
     )
     worker.start()
     return int(worker.exitcode or 0)
+
+
+def import_modules(app: TokenmillApp, names: Sequence[str]) -> None:
+    """Import the user's own modules.
+
+    Raises:
+        ConfigurationError: one of them cannot be imported, whatever its code raises: it would again at each start.
+    """
+    for name in names:
+        try:
+            app.loader.import_task_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:  # also SystemExit, which a script without a guard may raise
+            fix = (
+                "Install that module, or start the worker in the folder that holds it"
+                if isinstance(exc, ModuleNotFoundError)
+                else f"Mend it until python -c 'import {name}' works"
+            )
+            raise ConfigurationError(
+                f"worker_imports (TOKENMILL_WORKER_IMPORTS): {name!r} cannot be imported: "
+                f"{type(exc).__name__}: {exc}{_raised_at(exc)}. {fix}"
+            ) from exc
+
+
+def _raised_at(exc: BaseException) -> str:
+    """Where in the modules; of an error of syntax the text says so itself."""
+    frames = [] if isinstance(exc, SyntaxError) else traceback.extract_tb(exc.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename]
+    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def quieten() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from workers.callbacks.service import start_sender
+from workers.exits import EXIT_CONFIGURATION, REASONS
 from workers.settings import Settings
 
 logger = logging.getLogger("tokenmill.supervisor")
 
-EXIT_CONFIGURATION = 78
 STABLE_AFTER_S = 60.0  # a process that lived so long starts its back-off anew
 _POLL_S = 0.2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL)  # warm, cold, by force
@@ -176,8 +176,7 @@ def describe_exit(code: int) -> str:
             return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"was killed by signal {-code}"
-    reasons = {70: "its engine died", 75: "something it needs is away", 78: "its configuration is wrong"}
-    return f"ended with exit code {code}" + (f" ({reasons[code]})" if code in reasons else "")
+    return f"ended with exit code {code}" + (f" ({REASONS[code]})" if code in REASONS else "")
 
 
 def wants_every_gpu(settings: Settings) -> bool:

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.fleet.conftest import MakeFleet
 from tests.fleet.fleet import Fleet, WorkerProcess, wait_until
 from tests.servers import free_port, fresh_database, private_server
 from workers.control import CANCEL_COMMAND
+from workers.exits import EXIT_CONFIGURATION
 
 SLOW = {"engine": {"echo_tokens_per_s": 20, "max_num_seqs": 4}}
 
@@ -350,9 +352,42 @@ def test_a_worker_without_a_migrated_database_says_so_and_is_not_restarted(make_
     fleet = make_fleet()
     path = fleet.settings.database_url.removeprefix("sqlite:///") + ".empty"
     worker = fleet.worker(wait=False, database_url=f"sqlite:///{path}")
-    assert worker.wait(20) == 78
+    assert worker.wait(20) == EXIT_CONFIGURATION
     assert "tokenmill db upgrade" in worker.log
     assert "Traceback" not in worker.log
+
+
+BROKEN_IMPORTS = {
+    "nowhere": (None, "ModuleNotFoundError: No module named 'nowhere'", "Install that module"),
+    "no_syntax": ("def handler(:\n", "SyntaxError: invalid syntax (no_syntax.py, line 1)", "Mend it"),
+    "no_dependency": (
+        "\nimport nowhere",
+        "ModuleNotFoundError: No module named 'nowhere' (at",
+        "no_dependency.py:2)",
+    ),
+    "no_name": ("from celery import nobody", "ImportError: cannot import name 'nobody'", "no_name.py:1)"),
+    "a_fault": ("x = 1\nx / 0", "ZeroDivisionError: division by zero (at", "a_fault.py:2)"),
+    "leaves": ("import sys\nsys.exit(0)", "SystemExit: 0 (at", "leaves.py:2)"),
+}
+
+
+@pytest.mark.parametrize("module", BROKEN_IMPORTS)
+def test_a_module_that_cannot_be_imported_is_named_and_the_worker_not_restarted(
+    make_fleet: MakeFleet, tmp_path: Path, module: str
+) -> None:
+    source, *words = BROKEN_IMPORTS[module]
+    if source is not None:
+        (tmp_path / f"{module}.py").write_text(source)
+    fleet = make_fleet(worker_imports=module)
+    command = [sys.executable, "-m", "workers.cli", "worker"]
+    environment = fleet.environment() | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    supervisor = fleet.add(WorkerProcess(command, environment=environment), wait=False)
+    assert supervisor.wait(30) == EXIT_CONFIGURATION
+    assert "starting again" not in supervisor.log
+    assert "Traceback" not in supervisor.log
+    (line,) = [line for line in supervisor.lines if "cannot start" in line]
+    for word in (f"worker_imports (TOKENMILL_WORKER_IMPORTS): '{module}' cannot be imported", *words):
+        assert word in line
 
 
 def test_no_thread_for_each_job(make_fleet: MakeFleet) -> None:
