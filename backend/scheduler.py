@@ -10,6 +10,7 @@ import sys
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from backend.blocks import BlockAllocator
 from backend.config import BULK_PRIORITY
@@ -72,7 +73,12 @@ class Scheduler:
     Rank is (priority, arrival), except that the best ``min_bulk_seqs`` of the bulk sequences that run are *kept*:
     they rank before all others, so that nobody takes their rows or blocks. While fewer of them run, a row that
     becomes free goes to bulk first. As rows become free in bounded time, bulk waits for a bounded time, however
-    much is urgent; and an urgent sequence is never behind more than those few.
+    much is urgent; and an urgent sequence is never behind more than those few. The one place where it is behind
+    bulk that waits: bulk that has a row coming to it but lacks blocks keeps later arrivals out until enough have
+    ended, as every head of a line does, for it would starve otherwise.
+
+    A step's tokens go to decode rows first, then to text by priority, whether it runs or waits. Only kept bulk has
+    a share of its own in them.
     """
 
     def __init__(
@@ -148,20 +154,24 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or ``None`` when nothing can run before an earlier step retires."""
-        owed = min(len(self._free_rows), len(self._bulk), max(0, self._min_bulk - self._num_bulk))
-        self._make_room_for_urgent(owed)
+        # Tokens that each sequence has left to compute, as ``num_total - num_computed`` but without the calls.
+        left = [len(s.prompt_ids) + len(s.output_ids) + s.in_flight - s.num_computed for s in self.running]
+        self._make_room(left)
         plan = StepPlan()
         prefills = StepPlan()
         budget = self._max_tokens
-        # Tokens that each sequence has left to compute, as ``num_total - num_computed`` but without the calls.
-        left = [len(s.prompt_ids) + len(s.output_ids) + s.in_flight - s.num_computed for s in self.running]
-        decoding = left.count(1)
+        decoding = left.count(1)  # rows still to come whose token no text may take
+        if decoding < len(left):
+            decoding -= sum(map(self._is_ending, self.running))
         block_size = self._block_size
         kept = self._num_kept
-        # Where urgent text waits to be computed, bulk's text gets a share of the step, and what that leaves.
+        # Where urgent text waits to be computed, kept bulk's text gets a share of the step, and what that leaves.
         contended = self._min_bulk > 0 and self._has_urgent_text(left)
         allowance = self._bulk_tokens
-        held: list[tuple[Sequence, int]] = []  # kept bulk: first in line for blocks, last for tokens
+        head = self._urgent.peek() or self._bulk.peek()
+        urgency = sys.maxsize if head is None else head.priority
+        # Text that runs but is less urgent than some that waits, with the tokens that are its own all the same.
+        held: list[tuple[Sequence, int]] = []
 
         # One pass, best first. The list may shrink at its end while it is walked.
         index = 0
@@ -169,48 +179,53 @@ class Scheduler:
             sequence, remaining = self.running[index], left[index]
             index += 1
             if remaining == 1:
-                decoding -= 1
                 if len(sequence.output_ids) + sequence.in_flight >= sequence.max_new_tokens:
-                    continue  # its last token is in flight
+                    continue  # as ``_is_ending``, without the call
+                decoding -= 1
                 fits = sequence.num_computed < len(sequence.blocks) * block_size
                 if fits or self._grow(sequence, 1, index) == 1:
                     plan.add(sequence, sequence.num_computed, 1, samples=True)
                     budget -= 1
-            elif budget - decoding > 0:
-                length = min(remaining, budget - decoding)
-                if contended and index <= kept:
-                    length = self._grow(sequence, min(length, allowance), index)
-                    held.append((sequence, length))
-                    allowance -= length
-                elif (length := self._grow(sequence, length, index)) > 0:
-                    self._add_prefill(prefills, sequence, length)
+            elif contended and index <= kept:
+                length = self._grow(sequence, min(remaining, budget - decoding, allowance), index)
+                held.append((sequence, length))
+                allowance -= length
+                budget -= length
+            elif sequence.priority > urgency and index > kept:
+                held.append((sequence, 0))
+            elif (length := self._grow(sequence, min(remaining, budget - decoding), index)) > 0:
+                self._add_prefill(prefills, sequence, length)
                 budget -= length
         for sequence in plan.sequences:
             sequence.num_computed += 1
         plan.num_decode = len(plan.sequences)
 
+        held.sort(key=lambda entry: _order(entry[0]))
         penalty_room = self._max_penalty_tokens
-        while budget > 0 and (candidate := self._next_to_admit(owed)) is not None:
-            bulk = _is_bulk(candidate)
-            if bulk and held and owed <= 0:
-                budget = self._compute_held(prefills, held, budget)  # before bulk that is nothing more
+        owed = self._num_owed()  # counted here: bulk that lost its blocks to other bulk has its row coming
+        reserved = 0  # rows that bulk gets in a later step
+        while budget > 0 and (candidate := self._next_to_admit(owed, reserved)) is not None:
+            if held and owed <= 0 and held[0][0].priority <= candidate.priority:
+                budget = self._compute_held(prefills, held, budget, candidate.priority)
+                continue
+            if not self._is_ready(candidate, penalty_room):
+                if owed <= 0:
+                    break
+                reserved, owed = owed, 0
                 continue
             length = self._admit(
-                candidate,
-                min(budget, max(1, allowance)) if contended and owed > 0 else budget,
-                penalty_room,
-                now,
+                candidate, min(budget, max(1, allowance)) if contended and owed > 0 else budget, now
             )
             if length == 0:
                 break
             self._add_prefill(prefills, candidate, length)
             budget -= length
-            if bulk:
+            if _is_bulk(candidate):
                 owed -= 1
                 allowance -= length
             if candidate.sampling.uses_penalties:
                 penalty_room -= candidate.num_known
-        self._compute_held(prefills, held, budget)
+        self._compute_held(prefills, held, budget, sys.maxsize)
         plan.extend(prefills)
         return plan if plan.sequences else None
 
@@ -224,24 +239,31 @@ class Scheduler:
         prefills.add(sequence, start, length, samples=sequence.num_computed == sequence.num_known)
         self.register_outputs(sequence)
 
+    @staticmethod
+    def _is_ending(sequence: Sequence) -> bool:
+        """Whether the last token of a sequence is in flight."""
+        return len(sequence.output_ids) + sequence.in_flight >= sequence.max_new_tokens
+
     def _has_urgent_text(self, left: list[int]) -> bool:
         """Whether known tokens of urgent sequences, waiting or running, are still to be computed."""
         kept = self._num_kept
         end = len(left) - (self._num_bulk - kept)
         return len(self._urgent) > 0 or any(left[index] > 1 for index in range(kept, end))
 
-    def _compute_held(self, prefills: StepPlan, held: list[tuple[Sequence, int]], budget: int) -> int:
-        """Add the rows of kept bulk with the tokens held for them, and what is left of the budget.
+    def _compute_held(
+        self, prefills: StepPlan, held: list[tuple[Sequence, int]], budget: int, priority: int
+    ) -> int:
+        """Add the rows of held text up to ``priority``, with its own tokens and with what is left of the budget.
 
-        Returns what is left then. Nobody is preempted for the tokens beyond those that were held.
+        Returns what is left then. Nobody is preempted for the tokens beyond those that are its own.
         """
-        for sequence, length in held:
+        while held and held[0][0].priority <= priority:
+            sequence, length = held.pop(0)
             more = min(sequence.num_known - sequence.num_computed - length, budget)
             total = self._grow(sequence, length + more, len(self.running))
             if total > 0:
                 self._add_prefill(prefills, sequence, total)
             budget -= total - length
-        held.clear()
         return budget
 
     def _grow(self, sequence: Sequence, length: int, index: int) -> int:
@@ -264,6 +286,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
+        self._start_over(sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
         sequence.num_computed = 0
         sequence.preemptions += 1
         self.num_preemptions += 1
@@ -316,26 +341,63 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _make_room_for_urgent(self, owed: int) -> None:
+    def _num_owed(self) -> int:
+        """How many of the free rows go to bulk before anybody else."""
+        return min(len(self._free_rows), len(self._bulk), max(0, self._min_bulk - self._num_bulk))
+
+    def _make_room(self, left: list[int]) -> None:
         """Preempt the least urgent while strictly more urgent ones wait for their rows or blocks.
 
-        This goes for as many as a step can take in. ``owed`` rows are not theirs.
+        This goes for as many as a step can take in, counted as if no prefix were cached: what hits leave of the step,
+        the next one takes. ``left`` has the tokens that each of the running has left to compute; it is cut to those
+        that still run.
         """
         line = self._urgent or self._bulk
         head = line.peek()
         if head is None or not self._may_preempt(head):
             return
-        rows, blocks, tokens = owed, 0, 0
-        for waiting in line.first(len(self._free_rows) + len(self.running)):
-            if waiting.in_flight or tokens >= self._max_tokens:
-                return
+        owed = self._num_owed()
+        rows, blocks = 0, 0
+        text, penalties = self._text_before(head, owed, left), 0
+        decoding = left.count(1)
+        if line is self._urgent:
+            rows = owed
+            blocks = sum(self._blocks_for(s.num_known) for s in islice(self._bulk.in_order(), owed))
+        # They join a line only in the end: one of the lines is being walked.
+        preempted: list[Sequence] = []
+        for waiting in line.in_order():
+            if waiting.sampling.uses_penalties:
+                penalties += waiting.num_known
+            if waiting.in_flight or penalties > self._max_penalty_tokens:
+                break
+            if text > 0 and text + decoding >= self._max_tokens:
+                break
             rows += 1
             blocks += self._blocks_for(waiting.num_known)
-            tokens += waiting.num_known
-            while len(self._free_rows) < rows or self._allocator.num_free < blocks + len(self.running):
-                if not self._may_preempt(waiting):
-                    return
-                self._preempt(self.running[-1])
+            while (
+                len(self._free_rows) < rows
+                or self._allocator.num_free < blocks + len(self.running)
+                or decoding >= self._max_tokens
+            ) and self._may_preempt(waiting):
+                preempted.append(self.running[-1])
+                self._leave(self.running[-1])
+                decoding -= left.pop() == 1
+            if not self._may_preempt(waiting):
+                break
+            text += waiting.num_known
+        for sequence in preempted:
+            self._start_over(sequence)
+
+    def _text_before(self, head: Sequence, owed: int, left: list[int]) -> int:
+        """Tokens of text that a step computes before that of ``head``, which waits."""
+        kept = self._num_kept
+        text = sum(left[:kept]) - left[:kept].count(1)
+        if not _is_bulk(head):
+            text = self._bulk_tokens if owed > 0 else min(text, self._bulk_tokens)
+        for index in range(kept, len(left)):
+            if left[index] > 1 and self.running[index].priority <= head.priority:
+                text += left[index]
+        return text
 
     def _may_preempt(self, head: Sequence) -> bool:
         """Whether the last of the running may be preempted for ``head``: less urgent, and not kept from it."""
@@ -343,20 +405,26 @@ class Scheduler:
             return False
         return _is_bulk(head) or not _is_bulk(self.running[-1]) or self._num_bulk > self._min_bulk
 
-    def _next_to_admit(self, owed: int) -> Sequence | None:
-        """Who gets the next free row: bulk if that is owed to it, else the most urgent."""
+    def _next_to_admit(self, owed: int, reserved: int) -> Sequence | None:
+        """Who gets the next free row beyond those reserved: bulk if that is owed to it, else the most urgent."""
         first, second = (self._bulk, self._urgent) if owed > 0 else (self._urgent, self._bulk)
-        return first.peek() or second.peek() if self._free_rows else None
+        return first.peek() or second.peek() if len(self._free_rows) > reserved else None
 
-    def _admit(self, sequence: Sequence, budget: int, penalty_room: int, now: float) -> int:
+    def _is_ready(self, sequence: Sequence, penalty_room: int) -> bool:
+        """Whether a sequence can join in this step, if it fits the cache.
+
+        A preempted one keeps the token it has in flight, and comes back when that has retired.
+        """
+        return not sequence.in_flight and not (
+            sequence.sampling.uses_penalties and sequence.num_known > penalty_room
+        )
+
+    def _admit(self, sequence: Sequence, budget: int, now: float) -> int:
         """Move the first of a line into the batch; how many tokens it computes, 0 when it does not fit now.
 
         All blocks for its known tokens must be free, and one more for each running sequence, so that an admission
         is not followed at once by a preemption. Nothing overtakes it: a large request is not starved by small ones.
         """
-        # A preempted sequence keeps the token it has in flight, and comes back when that has retired.
-        if sequence.in_flight or (sequence.sampling.uses_penalties and sequence.num_known > penalty_room):
-            return 0
         shared: list[int] = []
         if self._prefix_cache:
             # At least one token stays to be computed: its logits are needed.

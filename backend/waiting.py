@@ -47,13 +47,19 @@ class WaitingLine(Generic[T]):
         self._count -= 1
         return item
 
-    def first(self, count: int) -> list[T]:
-        """The first ``count``, or all, in order."""
-        if count == 1:
-            head = self.peek()
-            return [] if head is None else [head]
-        alive = (entry for entry in self._heap if self._waits(entry[2]))
-        return [item for _, _, item in heapq.nsmallest(count, alive)]
+    def in_order(self) -> Iterator[T]:
+        """Those who wait, first in line first; the work is for those taken, not for the whole line.
+
+        The line must not change meanwhile.
+        """
+        heap = self._heap
+        frontier = [(heap[0], 0)] if heap else []
+        while frontier:
+            (_, _, item), index = heapq.heappop(frontier)
+            if self._waits(item):
+                yield item
+            for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                heapq.heappush(frontier, (heap[child], child))
 
     def drop(self) -> None:
         """Count an item out that has stopped waiting where it stands."""
