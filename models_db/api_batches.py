@@ -5,7 +5,7 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, or_, select, update
 
 from models_db.base import utcnow
-from models_db.batches import BatchProgress, batch_progress
+from models_db.batches import BatchProgress, batches_progress
 from models_db.door_tables import ApiBatch
 from models_db.tables import TERMINAL_BATCH_STATES, Batch
 
@@ -67,27 +67,31 @@ def add_api_batch(
 def find_api_batch(
     conn: Connection, batch_id: str, tenant: str
 ) -> tuple[ApiBatchRecord, BatchProgress] | None:
-    """The tenant's batch."""
+    """The tenant's batch. Its tokens are not counted: the API does not show them."""
     query = select(*_COLUMNS).where(ApiBatch.batch_id == batch_id, ApiBatch.tenant == tenant)
-    row = conn.execute(query).one_or_none()
-    progress = None if row is None else batch_progress(conn, batch_id)
-    return None if row is None or progress is None else (ApiBatchRecord(*row), progress)
+    found = _with_progress(conn, [ApiBatchRecord(*row) for row in conn.execute(query)])
+    return found[0] if found else None
 
 
 def list_api_batches(
     conn: Connection, tenant: str, *, after: str | None = None, limit: int = 20
 ) -> list[tuple[ApiBatchRecord, BatchProgress]]:
-    """The tenant's batches, newest first, those behind the batch ``after``."""
+    """The tenant's batches, newest first, those behind the batch ``after``; as ``find_api_batch`` has them."""
     query = select(*_COLUMNS).where(ApiBatch.tenant == tenant)
-    if after is not None and (last := find_api_batch(conn, after, tenant)) is not None:
-        moment = last[0].created_at
+    behind = select(ApiBatch.created_at).where(ApiBatch.batch_id == after, ApiBatch.tenant == tenant)
+    if after is not None and (moment := conn.scalar(behind)) is not None:
         query = query.where(
             or_(ApiBatch.created_at < moment, (ApiBatch.created_at == moment) & (ApiBatch.batch_id < after))
         )
     query = query.order_by(ApiBatch.created_at.desc(), ApiBatch.batch_id.desc()).limit(limit)
-    records = [ApiBatchRecord(*row) for row in conn.execute(query)]
-    found = [(record, batch_progress(conn, record.batch_id)) for record in records]
-    return [(record, progress) for record, progress in found if progress is not None]
+    return _with_progress(conn, [ApiBatchRecord(*row) for row in conn.execute(query)])
+
+
+def _with_progress(
+    conn: Connection, records: Sequence[ApiBatchRecord]
+) -> list[tuple[ApiBatchRecord, BatchProgress]]:
+    by_id = {record.batch_id: record for record in records}
+    return [(by_id[each.id], each) for each in batches_progress(conn, list(by_id), tokens=False)]
 
 
 def open_api_batches(conn: Connection) -> list[ApiBatchRecord]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, func, insert, literal, select, update
 
 from models_db.base import utcnow
 from models_db.callbacks import NewCallback, announce_batch, announce_jobs, insert_job_callbacks
@@ -24,7 +24,10 @@ from models_db.text import check_name, clean_text
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """A batch and how far it is. ``counts`` has every job state; ``total`` is unknown while it is validating."""
+    """A batch and how far it is. ``counts`` has every job state; ``total`` is unknown while it is validating.
+
+    The tokens are those of the results so far, or 0 where they were not asked for.
+    """
 
     id: str
     name: str
@@ -32,7 +35,7 @@ class BatchProgress:
     source: str | None
     total: int | None
     counts: Mapping[JobState, int]
-    prompt_tokens: int  # of the results so far
+    prompt_tokens: int
     completion_tokens: int
     created_at: datetime
     finished_at: datetime | None
@@ -155,29 +158,44 @@ def set_batch_state(
     """
     if _lock_batch(conn, batch_id).terminal:
         return False
-    values: dict[str, object] = {"state": state}
+    values: dict[str, Any] = {}
     if total is not None:
         values["total"] = total
     if error is not None:
         values["error"] = clean_text(error)
     if state.terminal:
-        counts = _job_counts(conn, [batch_id])[batch_id]
-        values["finished_at"] = at or utcnow()
-        values |= {str(job_state): counts[job_state] for job_state in JobState if job_state.terminal}
-    conn.execute(update(Batch).where(Batch.id == batch_id).values(**values))
-    if state.terminal:
-        announce_batch(conn, batch_id)
+        _end(conn, batch_id, state, _job_counts(conn, [batch_id])[batch_id], at or utcnow(), values)
+    else:
+        conn.execute(update(Batch).where(Batch.id == batch_id).values(state=state, **values))
     return True
+
+
+def _end(
+    conn: Connection,
+    batch_id: str,
+    state: BatchState,
+    counts: Mapping[JobState, int],
+    now: datetime,
+    values: Mapping[str, Any],
+) -> None:
+    """Store a terminal state with what there was of each kind of end."""
+    ends = {str(job_state): counts[job_state] for job_state in JobState if job_state.terminal}
+    conn.execute(
+        update(Batch).where(Batch.id == batch_id).values(**values, **ends, state=state, finished_at=now)
+    )
+    announce_batch(conn, batch_id)
 
 
 def batch_progress(conn: Connection, batch_id: str) -> BatchProgress | None:
     """The batch with live counts, or ``None`` when there is none with this id."""
-    found = _progress(conn, [batch_id])
+    found = batches_progress(conn, [batch_id])
     return found[0] if found else None
 
 
-def open_jobs(conn: Connection, batch_id: str) -> tuple[BatchState, int]:
-    """The batch's state, and how many of its jobs wait or run: quick, however many have ended.
+def open_jobs(conn: Connection, batch_id: str, most: int) -> tuple[BatchState, int]:
+    """The batch's state, and how many of its jobs wait or run, counted no further than to ``most``.
+
+    It costs as much as that is, however many lines the batch has: ask with 1 whether there is any.
 
     Raises:
         UnknownBatchError: there is no such batch.
@@ -185,18 +203,36 @@ def open_jobs(conn: Connection, batch_id: str) -> tuple[BatchState, int]:
     state = conn.scalar(select(Batch.state).where(Batch.id == batch_id))
     if state is None:
         raise UnknownBatchError(batch_id)
+    return state, _count_open(conn, batch_id, most)
+
+
+def _count_open(conn: Connection, batch_id: str, most: int) -> int:
+    count = 0
     # One state at a time, as the index has them: together they would be looked for among all of the batch.
-    query = select(func.count()).select_from(Job).where(Job.batch_id == batch_id)
-    count = sum(
-        conn.scalar(query.where(Job.state == each)) or 0 for each in (JobState.QUEUED, JobState.RUNNING)
+    for state in (JobState.QUEUED, JobState.RUNNING):
+        some = select(literal(1).label("one")).where(Job.batch_id == batch_id, Job.state == state)
+        count += conn.scalar(select(func.count()).select_from(some.limit(most - count).subquery())) or 0
+        if count >= most:
+            break
+    return count
+
+
+def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:
+    """Ids of queued jobs of the batch that have never reached the broker, so many at most.
+
+    An index has them together, so that it costs nothing that a million others wait. In no order: one would make
+    some databases go through the whole batch.
+    """
+    query = select(Job.id).where(
+        Job.batch_id == batch_id, Job.state == JobState.QUEUED, Job.published_at.is_(None)
     )
-    return state, count
+    return list(conn.scalars(query.limit(limit)))
 
 
 def list_batches(conn: Connection, *, limit: int = 20) -> list[BatchProgress]:
     """The latest batches, newest first."""
     query = select(Batch.id).order_by(Batch.created_at.desc(), Batch.id.desc()).limit(limit)
-    return _progress(conn, list(conn.scalars(query).all()))
+    return batches_progress(conn, list(conn.scalars(query).all()))
 
 
 def finish_batch_if_done(conn: Connection, batch_id: str, *, at: datetime | None = None) -> BatchState | None:
@@ -214,23 +250,24 @@ def finish_batch_if_done(conn: Connection, batch_id: str, *, at: datetime | None
         return state
     if state is BatchState.VALIDATING:
         return None
-    # Not the whole progress: the tokens of all results would be added up while the batch is locked.
-    counts = _job_counts(conn, [batch_id])[batch_id]
-    done = sum(count for job_state, count in counts.items() if job_state.terminal)
-    if done < sum(counts.values()):
+    # Asked before anything is counted: who looks too early must cost little, since the batch is locked.
+    if _count_open(conn, batch_id, 1):
         return None
+    counts = _job_counts(conn, [batch_id])[batch_id]
+    if counts[JobState.QUEUED] or counts[JobState.RUNNING]:
+        return None  # some have been queued again meanwhile
     total, deadline_at = conn.execute(
         select(Batch.total, Batch.deadline_at).where(Batch.id == batch_id)
     ).one()
     if state is BatchState.CANCELLING:
         end = BatchState.CANCELLED
-    elif total is not None and done < total:
+    elif total is not None and sum(counts.values()) < total:
         return None  # lines that are still to be inserted
     elif counts[JobState.EXPIRED] and deadline_at is not None and deadline_at <= now:
         end = BatchState.EXPIRED
     else:
         end = BatchState.COMPLETED
-    set_batch_state(conn, batch_id, end, at=now)
+    _end(conn, batch_id, end, counts, now, {})
     return end
 
 
@@ -282,21 +319,31 @@ def _lock_batch(conn: Connection, batch_id: str) -> BatchState:
     return state
 
 
-def _progress(conn: Connection, batch_ids: Sequence[str]) -> list[BatchProgress]:
+def batches_progress(
+    conn: Connection, batch_ids: Sequence[str], *, tokens: bool = True
+) -> list[BatchProgress]:
+    """Those of these batches that there are, in the order given.
+
+    Args:
+        tokens: add up the tokens of all results, which is the dearest part of it.
+    """
     batches = {row.id: row for row in conn.execute(select(*_BATCH_COLUMNS).where(Batch.id.in_(batch_ids)))}
-    counts = _job_counts(conn, batch_ids)
-    token_query = (
-        select(Job.batch_id, func.sum(Result.prompt_tokens), func.sum(Result.completion_tokens))
-        .join(Result, Result.job_id == Job.id)
-        .where(Job.batch_id.in_(batch_ids))
-        .group_by(Job.batch_id)
-    )
-    tokens = {batch_id: (int(prompt), int(new)) for batch_id, prompt, new in conn.execute(token_query)}
+    ended = {batch_id for batch_id, row in batches.items() if row.state in _COUNTED}
+    counts = _job_counts(conn, [batch_id for batch_id in batch_ids if batch_id not in ended])
+    added: dict[str | None, tuple[int, int]] = {}
+    if tokens:
+        token_query = (
+            select(Job.batch_id, func.sum(Result.prompt_tokens), func.sum(Result.completion_tokens))
+            .join(Result, Result.job_id == Job.id)
+            .where(Job.batch_id.in_(batch_ids))
+            .group_by(Job.batch_id)
+        )
+        added = {batch_id: (int(prompt), int(new)) for batch_id, prompt, new in conn.execute(token_query)}
     progress = []
     for batch_id in batch_ids:
         if (row := batches.get(batch_id)) is None:
             continue
-        prompt_tokens, completion_tokens = tokens.get(batch_id, (0, 0))
+        prompt_tokens, completion_tokens = added.get(batch_id, (0, 0))
         progress.append(
             BatchProgress(
                 id=row.id,
@@ -304,7 +351,7 @@ def _progress(conn: Connection, batch_ids: Sequence[str]) -> list[BatchProgress]
                 state=row.state,
                 source=row.source,
                 total=row.total,
-                counts=counts[batch_id],
+                counts=_stored_counts(row) if batch_id in ended else counts[batch_id],
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
                 created_at=row.created_at,
@@ -322,15 +369,27 @@ _BATCH_COLUMNS = (
     Batch.state,
     Batch.source,
     Batch.total,
+    Batch.succeeded,
+    Batch.failed,
+    Batch.cancelled,
+    Batch.expired,
     Batch.created_at,
     Batch.finished_at,
     Batch.deadline_at,
     Batch.error,
 )
+# Ended with all their jobs: what the row says of these holds, also when retention has removed the jobs.
+_COUNTED = (BatchState.COMPLETED, BatchState.CANCELLED, BatchState.EXPIRED)
+
+
+def _stored_counts(row: Any) -> dict[JobState, int]:
+    return {state: getattr(row, state) if state.terminal else 0 for state in JobState}
 
 
 def _job_counts(conn: Connection, batch_ids: Sequence[str]) -> dict[str, dict[JobState, int]]:
     counts = {batch_id: dict.fromkeys(JobState, 0) for batch_id in batch_ids}
+    if not counts:
+        return counts
     query = (
         select(Job.batch_id, Job.state, func.count())
         .where(Job.batch_id.in_(batch_ids))

@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from backend.api import ConfigurationError, RequestError, check_text
 from models_db import batches, jobs
@@ -31,7 +31,7 @@ from models_db.batches import BatchProgress, EndedLine
 from models_db.callbacks import NewCallback, insert_batch_callback
 from models_db.errors import TenantLimitError, UnknownBatchError
 from models_db.session import reading, transaction
-from models_db.tables import BatchState, Job, JobState
+from models_db.tables import BatchState, JobState
 from workers.broker import Broker, BrokerUnavailableError
 from workers.bulk_formats import Shape, check_shape, read_carried_rows, read_rows
 from workers.bulk_input import (
@@ -351,7 +351,8 @@ class BulkRunner:
                         break  # someone may have cancelled it
                 if storing is not None and not self._stored(storing, batch_id):
                     break
-                state, unended = self._look(batch_id, _POLL_S if bounded else 0.0)
+                most, pause_s = (self._in_flight, _POLL_S) if bounded else (1, 0.0)
+                state, unended = self._look(batch_id, most, pause_s)
         # Someone else has cancelled it, perhaps before our last jobs went in.
         transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))
 
@@ -369,7 +370,7 @@ class BulkRunner:
                     self._waiting(error)
                 pause_s = _POLL_S if storing.lines < left else min(2 * pause_s, _LONGEST_WAIT_S)
                 left = storing.lines
-                if self._look(batch_id, pause_s)[0] is not BatchState.VALIDATING:
+                if self._look(batch_id, 1, pause_s)[0] is not BatchState.VALIDATING:
                     return False
                 storing.again()
             else:
@@ -473,7 +474,7 @@ class BulkRunner:
     def watch(self, batch_id: str) -> BatchProgress:
         """Wait until every job has ended."""
         while True:
-            state, unended = self._look(batch_id)
+            state, unended = self._look(batch_id, 1)
             if state.terminal or not unended:
                 began = self._clock()
                 ended = transaction(self._engine, lambda conn: batches.finish_batch_if_done(conn, batch_id))
@@ -481,8 +482,8 @@ class BulkRunner:
                     return self.progress(batch_id)
                 self._sleep(_POLL_SHARE * (self._clock() - began))
 
-    def _look(self, batch_id: str, pause_s: float = _POLL_S) -> tuple[BatchState, int]:
-        """Wait a little, mend what there is to mend; then the batch's state, and how many of its jobs wait or run.
+    def _look(self, batch_id: str, most: int, pause_s: float = _POLL_S) -> tuple[BatchState, int]:
+        """Wait a little, mend what there is to mend; then ``batches.open_jobs``.
 
         Without a pause, nothing is mended: while all lines go in at once, looking among them costs more and more.
         All counts are reported, too, but the dearer that was, the less often: they grow with the batch.
@@ -495,14 +496,14 @@ class BulkRunner:
             ended = self._clock()
             self._next_report = ended + _POLL_SHARE * (ended - began)
         with reading(self._engine) as conn:
-            return batches.open_jobs(conn, batch_id)
+            return batches.open_jobs(conn, batch_id, most)
 
     def republish(self, batch_id: str) -> None:
         """Publish jobs of the batch that are not in Redis: it was away at first, or they are to run again."""
         self._next_republish = self._clock() + _REPUBLISH_S
         while True:
             with reading(self._engine) as conn:
-                ids = unpublished(conn, batch_id, _CHUNK)
+                ids = batches.unpublished(conn, batch_id, _CHUNK)
                 messages = jobs.stored_messages(conn, ids)
             ready = {job_id: held.message for job_id, held in messages.items() if held.message is not None}
             if not ready:
@@ -568,19 +569,6 @@ class _Accepting:
                 size = max(1, min(size - 1, fits))
             else:
                 del self.left[:size]
-
-
-def unpublished(conn: Connection, batch_id: str, limit: int) -> list[str]:
-    """Queued jobs of a batch that have never reached Redis.
-
-    In no order: one would make a database go through the whole batch for a few that wait.
-    """
-    statement = (
-        select(Job.id)
-        .where(Job.batch_id == batch_id, Job.state == JobState.QUEUED, Job.published_at.is_(None))
-        .limit(limit)
-    )
-    return list(conn.scalars(statement))
 
 
 def _submission(batch_id: str, line: BulkLine, left_s: float | None) -> Submission:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import delete
 
 from models_db.batch_rows import iter_batch_rows
 from models_db.batches import (
@@ -17,7 +18,7 @@ from models_db.batches import (
 from models_db.errors import InvalidValueError, UnknownBatchError
 from models_db.jobs import insert_jobs, job_status
 from models_db.session import reading
-from models_db.tables import Batch, BatchState, JobState
+from models_db.tables import Batch, BatchState, Job, JobState
 from tests.db.helpers import add_workers, at, claim_one, finish_one, new_job, new_result
 
 
@@ -139,9 +140,20 @@ def test_open_jobs_are_those_that_wait_or_run(batch):
     run(batch, "b-1")
     run(batch, "b-2", JobState.FAILED)
     with reading(batch) as conn:
-        assert open_jobs(conn, "b") == (BatchState.IN_PROGRESS, 2)
+        assert open_jobs(conn, "b", 9) == (BatchState.IN_PROGRESS, 2)
+        assert open_jobs(conn, "b", 1) == (BatchState.IN_PROGRESS, 1), "no more was asked for"
         with pytest.raises(UnknownBatchError, match="nope"):
-            open_jobs(conn, "nope")
+            open_jobs(conn, "nope", 1)
+
+
+def test_an_ended_batch_keeps_its_counts_when_retention_has_removed_its_jobs(batch):
+    for number in range(4):
+        run(batch, f"b-{number}", JobState.FAILED if number == 1 else JobState.SUCCEEDED)
+    with batch.begin() as conn:
+        finish_batch_if_done(conn, "b", at=at(9))
+        conn.execute(delete(Job).where(Job.batch_id == "b"))
+        progress = batch_progress(conn, "b")
+    assert (progress.inserted, progress.done, progress.counts[JobState.FAILED]) == (4, 4, 1)
 
 
 def test_rows_come_in_input_order_whatever_order_they_ended_in(batch):

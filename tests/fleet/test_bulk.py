@@ -17,13 +17,13 @@ from sqlalchemy import select
 from typer.testing import CliRunner, Result
 
 from backend.api import ConfigurationError
-from models_db.batches import BatchProgress, request_cancel_batch
+from models_db.batches import BatchProgress, request_cancel_batch, unpublished
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, Job, JobState
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.echo_fleet import echo_fleet
 from workers.broker import Broker, BrokerUnavailableError
-from workers.bulk import BulkRunner, BulkSource, unpublished, validate_source
+from workers.bulk import BulkRunner, BulkSource, validate_source
 from workers.bulk_export import errors_path_for
 from workers.bulk_input import LineOptions
 from workers.cli import app

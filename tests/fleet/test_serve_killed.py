@@ -111,7 +111,7 @@ def test_a_batch_outlives_the_servers_that_are_killed_while_they_feed_and_watch_
 
         def fed() -> int | None:
             with fleet.engine.connect() as conn:
-                state, unended = open_jobs(conn, batch_id.removeprefix("batch_"))
+                state, unended = open_jobs(conn, batch_id.removeprefix("batch_"), 1)
             return unended if state is BatchState.IN_PROGRESS else None
 
         still_open = wait_until(fed, PATIENCE_S, "the second server to feed the rest")

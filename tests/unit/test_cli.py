@@ -191,11 +191,11 @@ def test_a_batch_that_nobody_works_on_is_explained(
     looks: list[str] = []
     look = BulkRunner._look
 
-    def stop_at_the_second_look(self: BulkRunner, batch_id: str) -> object:
+    def stop_at_the_second_look(self: BulkRunner, batch_id: str, *more: float) -> object:
         looks.append(batch_id)
         if len(looks) == 2:
             raise KeyboardInterrupt
-        return look(self, batch_id)
+        return look(self, batch_id, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(BulkRunner, "_look", stop_at_the_second_look)
     arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]

@@ -140,7 +140,7 @@ class BatchFeeder:
 
     def _advance(self, record: ApiBatchRecord) -> None:
         with reading(self._client.engine()) as conn:
-            state, unended = batches.open_jobs(conn, record.batch_id)
+            state, unended = batches.open_jobs(conn, record.batch_id, 1)
         if state is BatchState.VALIDATING:
             if self._clock() < self._limited.get(record.batch_id, 0.0):
                 self._beat(record.batch_id)
