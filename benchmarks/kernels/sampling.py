@@ -1,4 +1,4 @@
-"""Sampling's part of ``benchmarks.kernels``: all four kernels, by what the rows ask for."""
+"""Sampling: all four kernels, by what the rows ask for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from backend.kernels.sample import SampleWorkspace, sample
 from backend.row_params import RowParam, padding_column
+from benchmarks.kernels.common import VOCAB, Bench, timed
 
 ALTERNATIVES = 20
 # What every row asks for.
@@ -70,3 +71,17 @@ def sampling_kernels(
     return {name: functools.partial(launch, params(asked)) for name, asked in ASKED.items()} | {
         "torch.argmax": lambda turn, pdl: logits[turn % 4].argmax(dim=1)
     }
+
+
+def bench_sampling(bench: Bench) -> None:
+    """Few rows and many, over two kinds of logits."""
+    report = bench.report
+    report("sampling, µs: plain, with dependent launch; logits are normal numbers, or three times these")
+    for rows in (32, 256):
+        for scale in (1.0, 3.0):
+            for name, kernel in sampling_kernels(rows, VOCAB, scale=scale).items():
+                plain, dependent = (
+                    timed([functools.partial(kernel, turn, pdl) for turn in range(8)])
+                    for pdl in (False, True)
+                )
+                report(f"  rows {rows:3} x{scale:.0f} {name:12} {plain:6.1f} {dependent:6.1f}")
