@@ -28,7 +28,7 @@ LINEARS = {
     "down": (HIDDEN, INNER),
     "head": (VOCAB, HIDDEN),
 }
-COMPILE_BUDGET = 180.0  # seconds that all compilations of ``layer_compile`` together may take
+COMPILE_BUDGET = 150.0  # seconds that all compilations of ``layer_compile`` together may take
 PEAK_BYTES = 4.55e6  # a microsecond, as this memory reads at best; floors are reckoned by it
 
 
