@@ -83,7 +83,9 @@ def tell(text: str) -> None:
 
 
 def report(verdict: Verdict, seed: int) -> None:
-    """What the combined run found, before the one line."""
+    """What the combined run did and found, before the one line."""
+    for told in verdict.tally.lines():
+        tell(told)
     for recovery in verdict.recoveries:
         note = ", while something else was wrong, too" if recovery.disturbed else ""
         tell(f"recovery: {recovery.seconds:.1f}s from the kill to the first claim{note}")

@@ -20,6 +20,12 @@ class SmallDisk:
 
     folder: Path
 
+    @property
+    def full(self) -> bool:
+        """Whether there is room for nothing more."""
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize < 4096
+
     def fill(self) -> None:
         """Leave no room: writes end with ``ENOSPC``."""
         with contextlib.suppress(OSError), (self.folder / "ballast").open("wb", buffering=0) as file:

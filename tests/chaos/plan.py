@@ -49,6 +49,10 @@ FAULTS: dict[str, tuple[float, float, bool]] = {
 }
 
 
+class NotDoneError(Exception):
+    """A step could not be carried out, and nothing is out of order because of it; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A fault: begun at ``at`` seconds after the start, over after ``lasts``; ``draw`` decides what is left open."""

@@ -60,6 +60,12 @@ class Proxy:
 
     # ----------------------------------------------------------------------------------------- from other threads
 
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        with self._lock:
+            return len(self._pairs)
+
     def cut(self) -> int:
         """Reset every connection; returns how many there were."""
         with self._lock:

@@ -100,19 +100,22 @@ class Seat:
             self.current.process.wait(10)
         return pid
 
-    def replace(self, variables: Mapping[str, str] = {}, *, cold: bool = False) -> None:
+    def replace(self, variables: Mapping[str, str] = {}, *, cold: bool = False) -> bool:
         """A rolling restart: a warm shutdown of what runs, beside which its successor starts.
 
-        ``cold`` means a second signal soon after, which has everything handed back at once.
+        ``cold`` means a second signal soon after, which has everything handed back at once. Returns whether there was
+        anything to shut down.
         """
         old = self.current
         self.start(variables)
-        if old.process.poll() is None:
+        ran = old.process.poll() is None
+        if ran:
             old.signal(signal.SIGTERM)
         if cold and old.process.poll() is None:
             with contextlib.suppress(AssertionError):
                 old.wait_for("Draining", 2)  # nothing is said where nothing runs
             old.signal(signal.SIGTERM)
+        return ran
 
     def stop(self, timeout_s: float = 60) -> list[int]:
         """Warm shutdown of everything in the seat; the exit codes."""

@@ -35,6 +35,11 @@ class ChaosRedis:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def running(self) -> bool:
+        """Whether it has been started, and not been killed since."""
+        return self._process is not None
+
     def start(self) -> None:
         """Start it and wait until it has loaded what it keeps."""
         keep = ["--appendonly", "yes" if self.persistent else "no"]
@@ -54,11 +59,13 @@ class ChaosRedis:
         if not keep:
             shutil.rmtree(self._data / "appendonlydir", ignore_errors=True)
 
-    def cut(self) -> None:
-        """Close every connection of a client."""
+    def cut(self) -> int:
+        """Close every connection of a client; returns how many there were."""
+        count = 0
         for kind in ("normal", "pubsub"):
             with contextlib.suppress(redis.RedisError):
-                self.client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+                count += int(self.client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes"))
+        return count
 
     def unacked(self) -> int:
         """Deliveries that some worker has not acknowledged; the larger of the two records of them."""

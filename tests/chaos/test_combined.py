@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.combined import run_combined
+from tests.chaos.plan import FAULTS, make_plan
 from tests.servers import Kind, ServerUnavailableError, skip_or_fail
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(280)]
@@ -25,6 +27,12 @@ def test_two_workers_under_every_fault_at_random_moments(tmp_path: Path, kind: K
         verdict = run_combined(tmp_path / "world", seed=seed, seconds=20, jobs=160, database=kind, say=print)
     except ServerUnavailableError as exc:
         skip_or_fail(exc)
+    print(*verdict.tally.lines(), sep="\n")
     verdict.assert_ok()
     assert verdict.jobs >= 160
+    tally = verdict.tally
+    names = {name for name in FAULTS if kind != "sqlite" or not name.startswith("database")}
+    planned = Counter(step.kind for step in make_plan(seed, 20, 160, names).steps)
+    assert tally.done + Counter({name: len(whys) for name, whys in tally.undone.items()}) == planned
+    assert tally.done["kill_one"], "the first of a short run, which nothing else can prevent"
     assert verdict.recovery_max_s is None or verdict.recovery_max_s < 10

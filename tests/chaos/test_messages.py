@@ -96,8 +96,9 @@ def test_a_suspect_can_be_revoked_before_and_while_it_runs(make_world: MakeWorld
     world.wait_state(running, JobState.RUNNING)
     for job_id in (running, waiting):
         world.expected[job_id].states = frozenset({"cancelled"})
-    world.app.control.revoke(waiting)
-    world.app.control.revoke(running)
+    reply = world.app.control.revoke([waiting, running], reply=True, timeout=10, limit=1)
+    assert "ok" in str(reply), "the worker knows of it"
+    world.wait_samples(2)  # each a second apart: it has looked twice at what is revoked
     assert world.state(running) is JobState.RUNNING, "it has begun, and was not to be terminated"
     world.app.control.revoke(running, terminate=True, reply=True, timeout=5, limit=1)
     world.wait_state(running, JobState.CANCELLED, 10)

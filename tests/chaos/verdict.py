@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,35 @@ from tests.chaos.recovery import Recovery
 _DUPLICATE = re.compile(r"was taken over; attempt \d+ does not count")
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\)", re.MULTILINE)
 _SHOWN = 5
+
+
+@dataclass
+class Tally:
+    """How often each kind of fault happened, and why it did not."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    undone: dict[str, list[str]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def happened(self, kind: str) -> None:
+        """From any thread."""
+        with self._lock:
+            self.done[kind] += 1
+
+    def missed(self, kind: str, why: str) -> None:
+        """From any thread."""
+        with self._lock:
+            self.undone.setdefault(kind, []).append(why)
+
+    def lines(self) -> list[str]:
+        """All of it, for people."""
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.done.items()))
+        found = [f"faults that happened: {self.done.total()}: {counts or 'none'}"]
+        for kind, reasons in sorted(self.undone.items()):
+            whys = "; ".join(f"{count} x {why}" for why, count in Counter(reasons).items())
+            planned = len(reasons) + self.done[kind]
+            found.append(f"did not happen: {len(reasons)} of {planned} {kind}: {whys}")
+        return found
 
 
 @dataclass
@@ -36,6 +67,7 @@ class Verdict:
     # that from a prompt that kills; told, not judged.
     blamed: int = 0
     tracebacks: dict[str, int] = field(default_factory=dict)  # by worker; told, not judged
+    tally: Tally = field(default_factory=Tally)  # of a combined run; told, not judged
 
     @property
     def ok(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import redis
 from celery.result import AsyncResult
 from kombu import pools
-from sqlalchemy import ColumnElement, Connection, Engine, make_url, select
+from sqlalchemy import ColumnElement, Connection, Engine, func, make_url, select
 from sqlalchemy.exc import DBAPIError
 
 from models_db import jobs as job_rows
@@ -27,6 +27,7 @@ from models_db.session import make_engine, reading
 from models_db.tables import Attempt, AttemptOutcome, EngineSample, Job, JobState, Result, Worker, WorkerState
 from tests.chaos import witness
 from tests.chaos.jobs import Expected, expected
+from tests.chaos.plan import NotDoneError
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Fault, Kill, Timeline
 from tests.chaos.seats import Seat
@@ -124,12 +125,16 @@ class World:
 
     @contextlib.contextmanager
     def fault(self, kind: str) -> Iterator[None]:
-        """Note that something is out of order for as long as the block lasts."""
-        begun = time.time()
+        """Note that something is out of order for as long as the block lasts, unless that raises NotDoneError."""
+        begun, happened = time.time(), True
         try:
             yield
+        except NotDoneError:
+            happened = False
+            raise
         finally:
-            self.timeline.faults.append(Fault(kind, begun, time.time()))
+            if happened:
+                self.timeline.faults.append(Fault(kind, begun, time.time()))
 
     # ------------------------------------------------------------------------------------------------ jobs in
 
@@ -165,11 +170,13 @@ class World:
         finally:
             self.client._broker = broker
 
-    def publish_again(self, ids: Sequence[str]) -> None:
-        """A further delivery of each of these jobs."""
+    def publish_again(self, ids: Sequence[str]) -> int:
+        """A further delivery of each of these jobs, as often as it is named; how many there were."""
         with reading(self.engine) as conn:
-            stored = job_rows.stored_messages(conn, ids)
-        publish(self.redis.client.pipeline(), [entry.message for entry in stored.values() if entry.message])
+            stored = job_rows.stored_messages(conn, sorted(set(ids)))
+        messages = [message for job_id in ids if job_id in stored and (message := stored[job_id].message)]
+        publish(self.redis.client.pipeline(), messages)
+        return len(messages)
 
     def push(self, data: bytes) -> None:
         """Put raw bytes into the queue."""
@@ -228,6 +235,16 @@ class World:
         """Wait until this many jobs are in the state."""
         wait_until(
             lambda: list(self.states().values()).count(state) >= count, timeout_s, f"{count} {state} jobs"
+        )
+
+    def wait_samples(self, count: int, timeout_s: float = 30) -> None:
+        """Wait until workers have written so many more samples, a second apart each: a measure of what they lived."""
+        query = select(func.count()).select_from(EngineSample)
+        before = self.read(lambda conn: conn.scalar(query) or 0)
+        wait_until(
+            lambda: self.read(lambda conn: conn.scalar(query) or 0) >= before + count,
+            timeout_s,
+            f"{count} more samples",
         )
 
     def seat_of(self, job_id: str) -> Seat:
