@@ -24,6 +24,7 @@ SQLITE_BUSY_TIMEOUT_S = 15
 
 _EXAMPLES = "sqlite:///tokenmill.db, postgresql://user@host/name or mariadb://user@host/name"
 _READ_ONLY = "tokenmill_read_only"
+_POOLED = "tokenmill_pooled"  # in what SQLAlchemy keeps about a connection
 
 _DRIVERS = {
     "sqlite": ("sqlite+pysqlite", ""),
@@ -88,8 +89,12 @@ def make_engine(
     except ImportError as exc:
         raise DatabaseUrlError(f"the driver for {redact(url)} is not installed. Run: {hint}") from exc
     event.listen(engine, "handle_error", _name_the_unavailable)
+    if engine.dialect.name == "postgresql":
+        event.listen(engine, "connect", _notice_pooler)
     if idle_in_transaction_s is not None:
         event.listen(engine, "connect", _limit_idle(engine, idle_in_transaction_s))
+        if engine.dialect.name == "postgresql":
+            event.listen(engine, "begin", _limit_idle_transaction(idle_in_transaction_s))
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -180,11 +185,40 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
         connection.execute("PRAGMA journal_mode = WAL")
 
 
+def _notice_pooler(connection: Any, record: Any) -> None:
+    """See whether a pooler, such as PgBouncer, is between us and the server.
+
+    It names a process of its own at the start, and may run each transaction on another connection of the server: what
+    a session keeps, such as prepared statements, is not there for the next one, but for somebody else.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()", prepare=False)
+        (backend,) = cursor.fetchone()
+    connection.rollback()
+    if backend != connection.info.backend_pid:
+        record.info[_POOLED] = True
+        connection.prepare_threshold = None
+
+
+def _limit_idle_transaction(seconds: float) -> Callable[[Connection], None]:
+    def configure(conn: Connection) -> None:
+        if conn.info.get(_POOLED):
+            conn.exec_driver_sql(_pg_idle_limit("SET LOCAL", seconds))
+
+    return configure
+
+
+def _pg_idle_limit(how: str, seconds: float) -> str:
+    return f"{how} idle_in_transaction_session_timeout = {math.ceil(seconds * 1000)}"
+
+
 def _limit_idle(engine: Engine, seconds: float) -> Callable[[Any, Any], None]:
-    def configure(connection: Any, _record: Any) -> None:
+    def configure(connection: Any, record: Any) -> None:
+        if record.info.get(_POOLED):
+            return  # it would be the next client's, too; each transaction has it from its start instead
         if engine.dialect.name == "postgresql":
             # Not as an option of the connection, which poolers between us and the server refuse.
-            statement = f"SET idle_in_transaction_session_timeout = {math.ceil(seconds * 1000)}"
+            statement = _pg_idle_limit("SET", seconds)
         elif getattr(engine.dialect, "is_mariadb", False):
             statement = f"SET SESSION idle_transaction_timeout = {math.ceil(seconds)}"
         else:
