@@ -106,12 +106,14 @@ def open_api_batches(conn: Connection) -> list[ApiBatchRecord]:
 
 
 def take_feeding(conn: Connection, batch_id: str, feeder: str, seen_beat: int) -> bool:
-    """Become the one that feeds the batch, unless someone has moved its counter since it was seen."""
-    changed = conn.execute(
-        update(ApiBatch)
-        .where(ApiBatch.batch_id == batch_id, ApiBatch.feeder_beat == seen_beat)
-        .values(feeder=feeder, feeder_beat=seen_beat + 1)
-    )
+    """Become the one that feeds the batch, unless someone has moved its counter since it was seen, or holds its row.
+
+    A locked row is passed over: whoever feeds the batch lives, and writes its files.
+    """
+    seen = (ApiBatch.batch_id == batch_id, ApiBatch.feeder_beat == seen_beat)
+    if conn.scalar(select(ApiBatch.batch_id).where(*seen).with_for_update(skip_locked=True)) is None:
+        return False
+    changed = conn.execute(update(ApiBatch).where(*seen).values(feeder=feeder, feeder_beat=seen_beat + 1))
     return changed.rowcount == 1
 
 

@@ -13,6 +13,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -32,7 +33,7 @@ from workers.bulk_input import (
 from workers.payload import BULK_PRIORITY, GeneratePayload
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.errors import ApiError
-from workers.serve.requests import parse_chat, parse_completion
+from workers.serve.requests import parse_chat, parse_completion, refuse_in_batch
 
 Format = Literal["jsonl", "openai", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -49,12 +50,14 @@ class Shape:
         template: for tables; ``{column}`` is replaced by the row's value.
         system: a system message before each prompt of a table.
         id_column: which column names the row; ``custom_id`` where there is one, else the row's number.
+        endpoint: the only ``url`` that OpenAI's lines may have; each that is served where unset.
     """
 
     format: Format = "jsonl"
     template: str | None = None
     system: str | None = None
     id_column: str | None = None
+    endpoint: str | None = None
 
     @property
     def is_table(self) -> bool:
@@ -153,7 +156,7 @@ def read_rows(
 ) -> Iterator[BulkLine | LineError]:
     """Every line or row in order, checked, one at a time; those up to number ``after`` are passed over."""
     if shape.format in ("jsonl", "openai"):
-        parse = _parse_openai if shape.format == "openai" else parse_object
+        parse = partial(_parse_openai, endpoint=shape.endpoint) if shape.format == "openai" else parse_object
         yield from raw_lines(file, options, parse, after=after)
         return
     rows = _csv_rows(file) if shape.format == "csv" else _parquet_rows(file)
@@ -181,7 +184,9 @@ def read_carried_rows(file: IO[bytes], shape: Shape, options: LineOptions) -> It
 # ------------------------------------------------------------------------------------------------------- OpenAI's
 
 
-def _parse_openai(number: int, data: Mapping[str, Any], options: LineOptions) -> BulkLine | LineError:
+def _parse_openai(
+    number: int, data: Mapping[str, Any], options: LineOptions, *, endpoint: str | None = None
+) -> BulkLine | LineError:
     """A line ``{"custom_id", "method", "url", "body"}``."""
     custom_id = data.get("custom_id")
     named = custom_id if isinstance(custom_id, str) else None
@@ -198,10 +203,15 @@ def _parse_openai(number: int, data: Mapping[str, Any], options: LineOptions) ->
             raise RequestError(
                 "is not served", field="url", value=data.get("url"), fix=f"Use {CHAT} or {COMPLETION}"
             )
+        if endpoint is not None and data["url"] != endpoint:
+            raise RequestError(
+                "is not the endpoint of the batch", field="url", value=data["url"], fix=f"Use {endpoint}"
+            )
         body = data.get("body")
         ours = {name: value for name, value in options.defaults.items() if name in _ROUTING}
         theirs = {name: value for name, value in options.defaults.items() if name not in _ROUTING}
         request = parse({**theirs, **body} if isinstance(body, dict) else body)
+        refuse_in_batch(request)
         fields, *more = request.payloads()
         if more:
             raise RequestError(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, event, insert, literal, select, text, update
+from sqlalchemy import Connection, Engine, event, insert, join, literal, select, text, true, update
 from sqlalchemy.orm import aliased
 
 from models_db.api_batches import add_api_batch, find_api_batch
@@ -36,8 +36,10 @@ def large(db: Engine) -> Engine:
         set_batch_state(conn, "b", BatchState.IN_PROGRESS)
         row, column = aliased(Job.__table__), aliased(Job.__table__)
         copied = [each for each in row.columns if each.name != "id"]
-        copies = select((row.c.id + literal("-") + column.c.id).label("id"), *copied).where(
-            column.c.id != "0"
+        copies = (
+            select((row.c.id + literal("-") + column.c.id).label("id"), *copied)
+            .select_from(join(row, column, true()))
+            .where(column.c.id != "0")
         )
         conn.execute(insert(Job).from_select(["id", *(each.name for each in copied)], copies))
         conn.execute(update(Job).where(Job.id.in_(["3", "4"])).values(published_at=None))

@@ -160,6 +160,23 @@ def test_what_cannot_be_done_is_refused_by_name(
         client.chat.completions.create(**({"model": "echo", "messages": ASK} | change))  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_structured_output_is_refused_in_openai_s_form(url: str, path: str, kind: str) -> None:
+    prompt = {"messages": ASK} if path == "chat/completions" else {"prompt": "x"}
+    asked = {"model": "echo", "response_format": {"type": kind}} | prompt
+    refused = httpx.post(f"{url}/v1/{path}", json=asked)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == (
+        "invalid_request_error",
+        "response_format",
+        "unsupported_parameter",
+    )
+    assert error["message"].startswith("response_format: this service cannot do that")
+    assert kind in error["message"]
+
+
 def test_every_field_that_is_taken_reaches_the_job(client: openai.OpenAI, fleet: Fleet) -> None:
     answer = client.chat.completions.create(
         model="echo",
@@ -270,7 +287,7 @@ def test_completions_report_log_probabilities(client: openai.OpenAI) -> None:
         ({"prompt": []}, "prompt"),
         (
             {"extra_body": {"max_completion_tokens": 5}},
-            "max_completion_tokens: no such field. Use max_tokens",
+            "max_completion_tokens: no such field \(got 5\). Use max_tokens",
         ),
         ({"extra_body": {"messages": []}}, "messages: .*/v1/chat/completions"),
     ],

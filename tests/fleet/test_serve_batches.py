@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +10,10 @@ import httpx2
 import openai
 import pytest
 
-from models_db import api_batches, files, keys
+from models_db import keys
 from models_db.session import transaction
 from tests.fleet.doorway import serving
 from tests.fleet.fleet import Fleet, RedisServer, wait_until
-from workers.client import Client
-from workers.serve.feeder import BatchFeeder
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +73,27 @@ def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_a_batch_is_answered_line_by_line(client: openai.OpenAI) -> None:
     rows = [line(f"q{n}", f"word{n}", max_tokens=1) for n in range(30)]
-    batch = run(client, *rows, "{broken", line("tool", "x", tools=[{}]))
+    refused_lines = [
+        line("tool", "x", tools=[{}]),
+        line("stream", "x", stream=True),
+        line("grammar", "x", response_format={"type": "json_object"}),
+        line("url", "x").replace("/v1/chat/completions", "/v1/completions"),
+    ]
+    batch = run(client, *rows, "{broken", *refused_lines)
     assert batch.status == "completed"
     assert batch.metadata == {"night": "monday"}
     counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (32, 30, 2)
+    assert (counts.total, counts.completed, counts.failed) == (35, 30, 5)
     answers = read(client, batch.output_file_id)
     assert [answer["custom_id"] for answer in answers] == [f"q{n}" for n in range(30)]
     body = answers[7]["response"]["body"]
     assert body["choices"][0]["message"]["content"]
     assert body["usage"]["completion_tokens"] == 1
-    broken, refused = read(client, batch.error_file_id)
+    broken, *refused = read(client, batch.error_file_id)
     assert (broken["custom_id"], broken["error"]["code"]) == (None, "malformed_json")
-    assert refused["custom_id"] == "tool"
+    assert [each["custom_id"] for each in refused] == ["tool", "stream", "grammar", "url"]
+    for each, field in zip(refused, ("tools", "stream", "response_format", "url"), strict=True):
+        assert f"{field}: " in each["error"]["message"]
     assert [each.id for each in client.batches.list(limit=1).data] == [batch.id]
     file = client.files.retrieve(batch.output_file_id)
     assert file.bytes == len(client.files.content(file.id).content)
@@ -179,65 +184,3 @@ def test_what_belongs_to_one_tenant_is_not_there_for_another(fleet: Fleet) -> No
         ):
             with pytest.raises(openai.NotFoundError):
                 attempt()
-
-
-def test_another_server_takes_a_batch_over_and_feeds_nothing_twice(fleet: Fleet) -> None:
-    """The first server dies in the middle of feeding; its counter stands still."""
-
-    class DiedError(Exception):
-        pass
-
-    moment = [0.0]
-    rows = "\n".join(line(f"q{n}", f"word{n}", max_tokens=1) for n in range(1200)).encode()
-    with Client(fleet.settings) as client:
-        file = transaction(
-            client.engine(),
-            lambda conn: files.store_file(
-                conn, io.BytesIO(rows), tenant="", filename="in.jsonl", purpose="batch"
-            ),
-        )
-
-        def create(conn: Any) -> str:
-            from models_db import batches
-
-            batch_id = batches.create_batch(conn, name="in.jsonl")
-            api_batches.add_api_batch(
-                conn,
-                batch_id,
-                tenant="",
-                endpoint="/v1/chat/completions",
-                completion_window="24h",
-                input_file_id=file.id,
-                labels=None,
-            )
-            return batch_id
-
-        batch_id = transaction(client.engine(), create)
-        first = BatchFeeder(client, clock=lambda: moment[0])
-
-        def die(batch_id: str, seconds: float) -> None:
-            raise DiedError
-
-        first._between_chunks = die  # type: ignore[method-assign]
-        with pytest.raises(DiedError):
-            first.look()
-        second = BatchFeeder(client, clock=lambda: moment[0])
-        second.look()
-        with client.engine().connect() as conn:
-            held = api_batches.find_api_batch(conn, batch_id, "")
-        assert held is not None
-        assert held[1].inserted == 500, "the first one may still live"
-        moment[0] += 16.0
-
-        def written() -> str | None:
-            second.look()
-            with client.engine().connect() as conn:
-                found = api_batches.find_api_batch(conn, batch_id, "")
-            return found[0].output_file_id if found is not None else None
-
-        output = wait_until(written, 60, "the output")
-        assert output is not None
-        with client.engine().connect() as conn:
-            text = b"".join(files.read_file(conn, output)).decode()
-    answers = [json.loads(row)["custom_id"] for row in text.splitlines()]
-    assert answers == [f"q{n}" for n in range(1200)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,53 @@ def test_openai_lines_are_taken_as_they_are() -> None:
         assert isinstance(row, LineError)
         assert what in row.message
         assert row.custom_id is not None
+
+
+GRAMMARS = [
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        ({"stream": True}, "unsupported_parameter", r"body: stream: .*\(got True\)\. Leave it out"),
+        ({"service_tier": "priority"}, "unsupported_parameter", "service_tier: .*'priority'.*Leave it out"),
+        *(
+            ({"response_format": each}, "unsupported_parameter", "response_format: .*got.*Leave")
+            for each in GRAMMARS
+        ),
+    ],
+)
+def test_what_an_openai_line_would_ask_for_in_vain_is_an_error(
+    body: dict[str, object], code: str, message: str
+) -> None:
+    good, bad = read_rows(
+        jsonl_of(openai_line("good", stream=False, service_tier="flex"), openai_line("bad", **body)),
+        Shape("openai"),
+        OPTIONS,
+    )
+    assert isinstance(good, BulkLine)
+    assert isinstance(bad, LineError)
+    assert (bad.custom_id, bad.code) == ("bad", code)
+    assert re.search(message, bad.message)
+
+
+def test_openai_lines_for_another_endpoint_than_the_batch_s_are_errors() -> None:
+    shape = Shape("openai", endpoint="/v1/completions")
+    chat, completion = read_rows(
+        jsonl_of(
+            openai_line("chat"),
+            openai_line("completion")
+            | {"url": "/v1/completions", "body": {"model": "smollm2", "prompt": "Once"}},
+        ),
+        shape,
+        OPTIONS,
+    )
+    assert isinstance(chat, LineError)
+    assert chat.message.startswith("url: is not the endpoint of the batch (got '/v1/chat/completions')")
+    assert isinstance(completion, BulkLine)
 
 
 def test_the_format_is_told_from_the_file(tmp_path: Path) -> None:

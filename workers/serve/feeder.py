@@ -13,15 +13,16 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from sqlalchemy import Connection
 
 from backend.api import TokenmillError
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
+from models_db.batch_rows import BatchRow
 from models_db.errors import DatabaseError, DuplicateCustomIdError, TenantLimitError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState
@@ -33,6 +34,7 @@ from workers.client import Client
 from workers.openai_lines import openai_lines
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LOOK_S = 1.0
 _DEAD_AFTER_S = 15.0
@@ -96,6 +98,10 @@ class BatchFeeder:
         """Do what there is to do for every open batch."""
         with reading(self._client.engine()) as conn:
             found = api_batches.open_api_batches(conn)
+        open_now = {record.batch_id for record in found}
+        for kept in (self._seen, self._limited):  # of batches that are done with, nothing needs to be known
+            for batch_id in kept.keys() - open_now:
+                kept.pop(batch_id)
         for record in found:
             if self._stop.is_set():
                 return
@@ -162,12 +168,24 @@ class BatchFeeder:
         if not transaction(self._client.engine(), beat):
             raise _LostError
 
+    def _live(self, batch_id: str) -> None:
+        """Beat when it is time to, and end when the server does; cheap enough for every line of a file."""
+        if self._clock() >= self._next_beat:
+            self._between_chunks(batch_id, 0.0)
+
+    def _living(self, batch_id: str, items: Iterable[T]) -> Iterator[T]:
+        """The items, with a sign of life among them: what takes long must not look like a server that has died."""
+        for item in items:
+            self._live(batch_id)
+            yield item
+
     # -------------------------------------------------------------------------------------------------- feeding
 
     def _feed(self, record: ApiBatchRecord) -> None:
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as file:
             with reading(self._client.engine()) as conn:
-                files.copy_to(files.read_file(conn, record.input_file_id), file)
+                pieces = files.read_file(conn, record.input_file_id)
+                files.copy_to(self._living(record.batch_id, pieces), file)
             try:
                 source = self._checked(record, file)
             except BulkInputError as error:
@@ -196,10 +214,11 @@ class BatchFeeder:
             sha256="",
             lines=0,
             defaults={"tenant": record.tenant} if record.tenant else {},
-            shape=Shape("openai").to_dict(),
+            shape=Shape("openai", endpoint=record.endpoint).to_dict(),
         )
         settings = self._client.settings
-        found = validate(source.rows(file, lambda payload: payload.check_limits(settings)))
+        rows = source.rows(file, lambda payload: payload.check_limits(settings))
+        found = validate(self._living(record.batch_id, rows))
         if found.num_errors == found.lines:
             errors = found.errors or [LineError(1, "the file holds no line", "empty_file")]
             raise BulkInputError(record.input_file_id, errors, max(found.num_errors, 1))
@@ -213,7 +232,12 @@ class BatchFeeder:
 
     def _write(self, record: ApiBatchRecord) -> None:
         """Write the files of a batch that has ended: what succeeded, and, where there is any, what did not."""
-        line = openai_lines(int(record.created_at.timestamp()), record.endpoint)
+        make = openai_lines(int(record.created_at.timestamp()), record.endpoint)
+
+        def line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
+            self._live(record.batch_id)
+            return make(row, extra)
+
         with (
             tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as results,
             tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as failures,
@@ -225,6 +249,9 @@ class BatchFeeder:
                 text.detach()
 
             def store(conn: Connection) -> bool:
+                # This locks the row, which is a sign of life for as long as the files take.
+                if not api_batches.beat_feeding(conn, record.batch_id, self._id):
+                    raise _LostError
                 results.seek(0)  # the transaction may run more than once
                 failures.seek(0)
                 keep = partial(files.store_file, conn, tenant=record.tenant, purpose="batch_output")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from backend.api import MAX_LOGPROBS, MAX_SEED
+from backend.api import MAX_LOGPROBS, MAX_SEED, RequestError
 from workers.serve.errors import ApiError, invalid
 
 R = TypeVar("R", bound="_Request")
@@ -263,6 +263,24 @@ def parse_completion(data: object) -> CompletionRequest:
     return request
 
 
+def refuse_in_batch(request: ChatRequest | CompletionRequest) -> None:
+    """Refuse what a line of a batch would ask for in vain.
+
+    Raises:
+        ApiError: names the field.
+    """
+    if request.stream:
+        raise _unsupported("stream", True, "a batch answers by a file", "Leave it out, or set it to false")
+    if request.service_tier == "priority":
+        fix = "Leave it out, or send the request by itself"
+        raise _unsupported("service_tier", "priority", "a batch goes behind other requests", fix)
+
+
+def _unsupported(name: str, value: object, why: str, fix: str) -> ApiError:
+    error = RequestError(why, field=name, value=value, fix=fix)
+    return invalid(str(error), param=name, code="unsupported_parameter")
+
+
 def _parse(kind: type[R], data: object) -> R:
     if not isinstance(data, dict):
         raise invalid("the body must be a JSON object")
@@ -275,7 +293,7 @@ def _parse(kind: type[R], data: object) -> R:
             continue
         known = "this service cannot do that" if name in _NOTHING else "no such field"
         fix = _INSTEAD.get(name, "Leave it out")
-        raise invalid(f"{name}: {known}. {fix}", param=name, code="unsupported_parameter")
+        raise _unsupported(name, value, known, fix)
     return request
 
 

@@ -1,0 +1,51 @@
+"""Which server feeds a batch of the API, on every database."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy import Engine
+
+from models_db.api_batches import add_api_batch, beat_feeding, open_api_batches, take_feeding
+from models_db.batches import create_batch
+
+
+@pytest.fixture
+def batch(db: Engine) -> Engine:
+    with db.begin() as conn:
+        create_batch(conn, name="nightly", batch_id="b")
+        add_api_batch(
+            conn,
+            "b",
+            tenant="",
+            endpoint="/v1/completions",
+            completion_window="24h",
+            input_file_id="f",
+            labels=None,
+        )
+        assert take_feeding(conn, "b", "one", 0)
+    return db
+
+
+def test_a_batch_goes_to_another_feeder_only_while_its_counter_stands_still(batch: Engine) -> None:
+    with batch.begin() as conn:
+        assert beat_feeding(conn, "b", "one")
+        (record,) = open_api_batches(conn)
+        assert (record.feeder, record.feeder_beat) == ("one", 2)
+        assert not take_feeding(conn, "b", "two", 1), "it has moved since"
+        assert take_feeding(conn, "b", "two", 2)
+        assert not beat_feeding(conn, "b", "one")
+
+
+def test_a_batch_whose_files_are_being_written_is_passed_over_at_once(batch: Engine) -> None:
+    if batch.dialect.name == "sqlite":
+        return  # one writer at a time: the other waits, and sees that the counter has moved
+    with batch.begin() as writing:
+        assert beat_feeding(writing, "b", "one")
+        began = time.monotonic()
+        with batch.begin() as looking:
+            assert not take_feeding(looking, "b", "two", 1)
+        assert time.monotonic() - began < 5, "it did not wait for the files"
+    with batch.begin() as conn:
+        assert not take_feeding(conn, "b", "two", 1)

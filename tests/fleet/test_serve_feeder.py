@@ -1,0 +1,175 @@
+"""Who feeds a batch of the doorway: one server at a time, which shows that it lives, and another when it has died."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from models_db import api_batches, batches, files
+from models_db.session import reading, transaction
+from models_db.tables import BatchState
+from tests.fleet.fleet import Fleet, RedisServer, wait_until
+from tests.fleet.test_serve_batches import line
+from workers.client import Client
+from workers.openai_lines import openai_lines
+from workers.payload import GeneratePayload
+from workers.serve.feeder import BatchFeeder
+
+IDLE = "nobody"
+
+
+@pytest.fixture(scope="module")
+def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('feeder') / 'fleet.db'}"
+    running = Fleet(redis_server, url, models=[IDLE])
+    running.worker()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def client(fleet: Fleet) -> Iterator[Client]:
+    with Client(fleet.settings) as made:
+        yield made
+
+
+def api_batch(client: Client, lines: int, *, model: str = IDLE, tenant: str = "") -> str:
+    """A batch of the API with so many lines that nobody feeds yet."""
+    rows = "\n".join(line(f"q{n}", f"word{n}", max_tokens=1, model=model) for n in range(lines)).encode()
+
+    def create(conn: Any) -> str:
+        file = files.store_file(conn, io.BytesIO(rows), tenant=tenant, filename="in.jsonl", purpose="batch")
+        batch_id = batches.create_batch(conn, name="in.jsonl")
+        api_batches.add_api_batch(
+            conn,
+            batch_id,
+            tenant=tenant,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            input_file_id=file.id,
+            labels=None,
+        )
+        return batch_id
+
+    return transaction(client.engine(), create)
+
+
+def cancel(client: Client, batch_id: str) -> None:
+    transaction(client.engine(), lambda conn: batches.request_cancel_batch(conn, batch_id))
+
+
+LINES = 3000
+PARTS = ["copying", "checking", "passing over", "writing"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_whoever_takes_long_over_a_part_of_a_batch_keeps_it(
+    client: Client, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Each part takes a minute, by the clock that both servers have; the other one looks again and again."""
+    moment, calls = [0.0], [0]
+    mine = BatchFeeder(client, clock=lambda: moment[0])
+    other = BatchFeeder(client, clock=lambda: moment[0])
+    monkeypatch.setattr(files, "CHUNK_BYTES", 10_000)
+    batch_id = api_batch(client, LINES)
+    taken: list[bool] = []
+
+    def slowed(work: Callable[..., Any], pause_s: float, begin: int = 0) -> Callable[..., Any]:
+        """The same, which takes time from its call ``begin`` on."""
+
+        def slow(*given: Any, **more: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > begin:
+                before, moment[0] = moment[0], moment[0] + pause_s
+                if int(before) != int(moment[0]):
+                    with reading(client.engine()) as conn:
+                        found = {each.batch_id: each for each in api_batches.open_api_batches(conn)}
+                    taken.append(other._is_mine(found[batch_id]))
+            return work(*given, **more)
+
+        return slow
+
+    if part == "copying":
+        monkeypatch.setattr(files, "read_chunk", slowed(files.read_chunk, 1.0))
+    elif part == "checking":
+        monkeypatch.setattr(GeneratePayload, "check_limits", slowed(GeneratePayload.check_limits, 0.02))
+    else:
+        mine.look()
+        if part == "passing over":
+            again = partial(batches.set_batch_state, batch_id=batch_id, state=BatchState.VALIDATING)
+            transaction(client.engine(), again)
+            slow_check = slowed(GeneratePayload.check_limits, 0.02, LINES)
+            monkeypatch.setattr(GeneratePayload, "check_limits", slow_check)
+        else:
+            cancel(client, batch_id)
+
+            def lines(created: int, endpoint: str) -> Callable[..., Any]:
+                return slowed(openai_lines(created, endpoint), 0.02)
+
+            monkeypatch.setattr("workers.serve.feeder.openai_lines", lines)
+    mine.look()
+    assert len(taken) >= 50
+    assert not any(taken), "its feeder was alive"
+    monkeypatch.undo()
+    cancel(client, batch_id)
+    mine.look()
+
+
+def test_a_feeder_forgets_batches_that_are_done_with(fleet: Fleet) -> None:
+    limited = fleet.settings.model_copy(update={"tenant_max_open_jobs": 1})
+    with Client(limited) as client:
+        mine, other = BatchFeeder(client), BatchFeeder(client)
+        batch_id = api_batch(client, 3, tenant="acme")
+        mine.look()
+        other.look()
+        assert (set(mine._limited), set(other._seen)) == ({batch_id}, {batch_id})
+        cancel(client, batch_id)
+        mine.look()  # writes its files
+        mine.look()
+        other.look()
+        assert (mine._limited, mine._seen, other._limited, other._seen) == ({}, {}, {}, {})
+
+
+def test_another_server_takes_a_batch_over_and_feeds_nothing_twice(fleet: Fleet) -> None:
+    """The first server dies in the middle of feeding; its counter stands still."""
+
+    class DiedError(Exception):
+        pass
+
+    moment = [0.0]
+    with Client(fleet.settings) as client:
+        batch_id = api_batch(client, 1200, model="echo")
+        first = BatchFeeder(client, clock=lambda: moment[0])
+
+        def die(batch_id: str, seconds: float) -> None:
+            raise DiedError
+
+        first._next_beat = float("inf")  # so that it comes as far as its first chunk
+        first._between_chunks = die  # type: ignore[method-assign]
+        with pytest.raises(DiedError):
+            first.look()
+        second = BatchFeeder(client, clock=lambda: moment[0])
+        second.look()
+        with client.engine().connect() as conn:
+            held = api_batches.find_api_batch(conn, batch_id, "")
+        assert held is not None
+        assert held[1].inserted == 500, "the first one may still live"
+        moment[0] += 16.0
+
+        def written() -> str | None:
+            second.look()
+            with client.engine().connect() as conn:
+                found = api_batches.find_api_batch(conn, batch_id, "")
+            return found[0].output_file_id if found is not None else None
+
+        output = wait_until(written, 60, "the output")
+        assert output is not None
+        with client.engine().connect() as conn:
+            text = b"".join(files.read_file(conn, output)).decode()
+    answers = [json.loads(row)["custom_id"] for row in text.splitlines()]
+    assert answers == [f"q{n}" for n in range(1200)]
