@@ -5,11 +5,16 @@ row due, so that neither a client nor a worker has to live for it. Senders take 
 through an index on state, host and time, whatever number of callbacks waits for jobs that still run.
 
 Every function works inside the caller's transaction and never commits.
+
+Locks are taken in this order: jobs or a batch, then callbacks. Senders lock callbacks alone, for the length of a claim
+or of a note, and a batch that they end only where nobody else has it (``lock_free_batch``). So whoever ends a job waits
+for no sender: what waits for its end is locked by none. Who ends a batch or opens it again may meet a sender that has
+just counted its jobs, or has just taken its callback, and waits for that short transaction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -68,6 +73,9 @@ class Callback(Base):
     state: Mapped[CallbackState] = mapped_column(enum_column(CallbackState))
     events: Mapped[int] = mapped_column(Integer)  # ends so far: a job that is retried ends again
     tries: Mapped[int] = mapped_column(Integer)  # at telling the latest end; the fence of a sender
+    unwanted: Mapped[int] = mapped_column(
+        Integer, server_default="0"
+    )  # those of them that were answered with a no
     include_output: Mapped[bool] = mapped_column(Boolean)
     created_at: Mapped[datetime] = mapped_column(UTCDateTime)
     ended_at: Mapped[datetime | None] = mapped_column(UTCDateTime)  # since when the latest end is to be told
@@ -117,6 +125,7 @@ class NewCallback:
             "state": CallbackState.WAITING,
             "events": 0,
             "tries": 0,
+            "unwanted": 0,
             "include_output": self.include_output,
             "created_at": created_at,
             "url": self.url,
@@ -152,6 +161,7 @@ _DUE = {
     "state": CallbackState.DUE,
     "events": Callback.events + 1,
     "tries": 0,
+    "unwanted": 0,
     "ended_at": DATABASE_NOW,
     "due_at": DATABASE_NOW,
     "settled_at": None,
@@ -223,6 +233,7 @@ class DueCallback:
     batch_id: str | None
     events: int
     tries: int  # this one included
+    unwanted: int  # of those before, see ``Callback``
     ended_at: datetime
     host: str
     url: str
@@ -267,51 +278,57 @@ def due_hosts(conn: Connection, now: datetime, *, after: str = "", limit: int = 
     return found, after
 
 
+_CLAIM = [getattr(Callback, name) for name in DueCallback.__dataclass_fields__]
+SCHEMES = ("https", "http")
+
+
 def claim_due(
     conn: Connection,
     host: str,
     limit: int,
     now: datetime,
     lease: timedelta,
-    shuffle: Callable[[MutableSequence[Any]], None] = lambda rows: None,
+    schemes: Collection[str] = SCHEMES,
 ) -> list[DueCallback]:
-    """Take up to ``limit`` callbacks of a host by compare-and-set; no other sender gets them before the lease ends.
+    """Take up to ``limit`` callbacks of a host, the oldest first; no other sender gets them before the lease ends.
 
-    Fewer where another sender has just taken some of those chosen.
+    Nobody is waited for: what another sender is just taking is left to it, so that one that froze while it did holds
+    up none but those. SQLite has no locks of rows, and lets one sender in after the other.
 
     Args:
-        shuffle: spreads several senders over the oldest, so that they seldom want the same.
+        schemes: those of the URLs to take.
     """
-    columns = [
-        getattr(Callback, name)
-        for name in (
-            "id",
-            "job_id",
-            "batch_id",
-            "events",
-            "tries",
-            "ended_at",
-            "host",
-            "url",
-            "include_output",
-        )
-    ]
+    query = select(*_CLAIM).where(
+        Callback.state == CallbackState.DUE, Callback.host == host, Callback.due_at <= now
+    )
+    if set(schemes) != set(SCHEMES):
+        beginning = func.lower(func.substr(Callback.url, 1, 5))
+        query = query.where(beginning.in_([f"{scheme}:"[:5] for scheme in schemes]))
+    query = query.order_by(Callback.due_at).limit(limit).with_for_update(skip_locked=True)
+    rows = conn.execute(query).all()
+    if rows:
+        taken = update(Callback).where(Callback.id.in_([row.id for row in rows]))
+        conn.execute(taken.values(tries=Callback.tries + 1, due_at=now + lease))
+    return [DueCallback(**(row._asdict() | {"tries": row.tries + 1})) for row in rows]
+
+
+def overdue(
+    conn: Connection, host: str, now: datetime, ended_before: datetime, limit: int = 50
+) -> list[DueCallback]:
+    """Callbacks of a host that nobody has, of ends before that time, among so many that have been due for longest."""
     query = (
-        select(*columns)
+        select(*_CLAIM)
         .where(Callback.state == CallbackState.DUE, Callback.host == host, Callback.due_at <= now)
         .order_by(Callback.due_at)
-        .limit(4 * limit)
+        .limit(limit)
     )
-    rows: list[Any] = list(conn.execute(query))
-    shuffle(rows)
-    taken: list[DueCallback] = []
-    # In the order of their ids, so that two senders with some in common do not wait for each other.
-    for row in sorted(rows[:limit], key=lambda row: str(row.id)):
-        claim = DueCallback(**(row._asdict() | {"tries": row.tries + 1}))
-        statement = _of(claim, tries=row.tries).values(tries=claim.tries, due_at=now + lease)
-        if conn.execute(statement).rowcount == 1:
-            taken.append(claim)
-    return taken
+    return [DueCallback(*row) for row in conn.execute(query) if row.ended_at < ended_before]
+
+
+def lock_free_batch(conn: Connection, batch_id: str) -> bool:
+    """Lock this batch until the transaction ends; ``False`` where somebody else has it, who is not waited for."""
+    query = select(Batch.id).where(Batch.id == batch_id).with_for_update(skip_locked=True)
+    return conn.scalar(query) is not None
 
 
 def _of(claim: DueCallback, tries: int) -> Any:
@@ -330,9 +347,15 @@ def record_delivered(conn: Connection, claim: DueCallback) -> bool:
     return conn.execute(_of(claim, claim.tries).values(values)).rowcount == 1
 
 
-def record_retry(conn: Connection, claim: DueCallback, error: str, due_at: datetime) -> bool:
-    """It could not be told and is due again then; as ``record_delivered``."""
-    values = {"due_at": due_at, "error": _short(error)}
+def record_retry(
+    conn: Connection, claim: DueCallback, error: str, due_at: datetime, *, unwanted: bool = False
+) -> bool:
+    """It could not be told and is due again then; as ``record_delivered``.
+
+    Args:
+        unwanted: the receiver said no, so that it is asked a few times only.
+    """
+    values = {"due_at": due_at, "error": _short(error), "unwanted": claim.unwanted + unwanted}
     return conn.execute(_of(claim, claim.tries).values(values)).rowcount == 1
 
 
@@ -365,6 +388,7 @@ class CallbackRecord:
     state: CallbackState
     events: int
     tries: int
+    unwanted: int
     created_at: datetime
     ended_at: datetime | None
     due_at: datetime | None
@@ -402,6 +426,7 @@ def retry_callbacks(conn: Connection, ids: Sequence[str] | None = None, *, host:
     values = {
         "state": CallbackState.DUE,
         "tries": 0,
+        "unwanted": 0,
         "ended_at": DATABASE_NOW,
         "due_at": DATABASE_NOW,
         "settled_at": None,

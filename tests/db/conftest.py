@@ -12,6 +12,7 @@ from sqlalchemy import Engine, delete
 from models_db.base import Base
 from models_db.migrate import upgrade
 from models_db.session import make_engine
+from tests.db.helpers import add_workers
 from tests.servers import Kind, Server, ServerUnavailableError, fresh_database, server, skip_or_fail
 
 MARKS = {"sqlite": (), "postgresql": (pytest.mark.postgres,), "mariadb": (pytest.mark.mysql,)}
@@ -62,6 +63,13 @@ def db(shared_engine: Engine) -> Engine:
     """An engine on the migrated database, its tables empty."""
     wipe(shared_engine)
     return shared_engine
+
+
+@pytest.fixture
+def world(db: Engine) -> Engine:
+    """``db`` with a worker."""
+    add_workers(db, "w")
+    return db
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpcore2
 import pytest
 
 from backend.api import ConfigurationError
 from tests.receiver import Receiver, Reply, make_certificate
 from workers.callbacks.addresses import resolve
-from workers.callbacks.posting import CheckedNetwork, Poster
+from workers.callbacks.posting import MOST_ADDRESSES, CheckedNetwork, Poster
 from workers.callbacks.schedule import Answer
 from workers.callbacks.urls import CallbackUrl
 
@@ -106,11 +107,48 @@ def test_the_next_address_is_tried_when_the_first_does_not_answer(receiver: Rece
     assert answer.status == 204
 
 
+@pytest.mark.parametrize("silent", [1, 3, 4])
+def test_addresses_that_do_not_answer_cost_one_timeout_in_all(silent: int) -> None:
+    """Each has its share, so that the last one, which does answer, is come to."""
+    shares: list[float] = []
+
+    class Network(httpcore2.AsyncNetworkBackend):
+        async def connect_tcp(self, host: str, port: int, timeout: float | None = None, *rest: Any) -> Any:
+            assert timeout is not None
+            shares.append(timeout)
+            if host == "10.0.0.9":
+                return httpcore2.AsyncMockStream([])
+            await asyncio.sleep(timeout)
+            raise httpcore2.ConnectTimeout("silent")
+
+    async def slow(host: str, port: int) -> list[str]:
+        await asyncio.sleep(0.1)  # the look-up is within the timeout, too
+        return [*(f"10.0.0.{number}" for number in range(1, silent + 1)), "10.0.0.9"]
+
+    network = CheckedNetwork(allow_private=True, resolve=slow, inner=Network())
+    connect = network.connect_tcp(NAME, 443, timeout=0.5)
+    began = time.monotonic()
+    if silent < MOST_ADDRESSES:
+        assert asyncio.run(connect) is not None
+    else:
+        with pytest.raises(httpcore2.ConnectTimeout, match="silent"):
+            asyncio.run(connect)
+    assert time.monotonic() - began < 1.0, "not 0.5 s for each"
+    assert len(shares) == min(silent + 1, MOST_ADDRESSES)
+    assert sum(shares[:-1]) + 0.1 <= 0.5
+
+
 def test_a_redirect_is_an_answer_and_not_followed(receiver: Receiver) -> None:
     with Receiver(Reply(302, {"location": receiver.url("/elsewhere")})) as redirecting:
         (answer,), _ = post(plain(redirecting))
     assert answer.status == 302
     assert receiver.received == []
+
+
+def test_a_retry_after_that_means_nothing_spoils_no_answer() -> None:
+    with Receiver(Reply(204, {"Retry-After": "Sun, 01 Mar 2026 12:00:00 +9999999999999999"})) as odd:
+        (answer,), _ = post(plain(odd))
+    assert answer == Answer(204)
 
 
 def test_retry_after_is_read() -> None:

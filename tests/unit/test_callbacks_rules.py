@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import pytest
@@ -95,9 +96,39 @@ def test_secrets_may_be_changed_on_either_side_first() -> None:
         verify(only_old, secret=new)
 
 
-def test_signed_is_not_enough_to_be_an_event() -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[1]", b"1", b'"x"', b"null", b"", b"{", b"hello", b'{"a": 1} x',
+        b'{"a": "\xff"}', b'{"a": "\xed\xa0\x80"}', b'{"a": "\\ud800"}', b'{"\\uDFFF": 1}',
+        '{"a": 1}'.encode("utf-16"), b"\xef\xbb\xbf{}",
+        b'{"a":' + b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}",
+    ],
+)  # fmt: skip
+def test_signed_is_not_enough_to_be_an_event(body: bytes) -> None:
     with pytest.raises(CallbackSignatureError, match="no JSON object"):
-        verify(signed_headers([SECRET], MESSAGE, STAMP, b"[1]"), b"[1]")
+        verify(signed_headers([SECRET], MESSAGE, STAMP, body), body)
+
+
+def test_a_text_beyond_ascii_is_an_event_however_it_is_written() -> None:
+    for body in ('{"a": "Grüße 🌍"}'.encode(), b'{"a": "Gr\\u00fc\\u00dfe \\ud83c\\udf0d"}'):
+        assert verify(signed_headers([SECRET], MESSAGE, STAMP, body), body) == {"a": "Grüße 🌍"}
+
+
+@pytest.mark.parametrize("odd", ["\ud800", "é", "\x00", "v1,\udfff"])
+def test_what_no_sender_writes_is_refused_wherever_it_is(odd: str) -> None:
+    with pytest.raises(CallbackSignatureError):
+        verify(headers(), BODY.decode() + odd)
+    for name in headers():
+        with pytest.raises(CallbackSignatureError):
+            verify(headers() | {name: odd})
+
+
+@given(st.binary(max_size=80))
+def test_no_body_is_another_error(body: bytes) -> None:
+    given_headers = signed_headers([SECRET], MESSAGE, STAMP, body)
+    with suppress(CallbackSignatureError):
+        assert isinstance(verify(given_headers, body), dict)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +270,39 @@ def test_all_others_are_refused(text: str) -> None:
     assert refusal(ipaddress.ip_address(text), False) is not None
 
 
-def test_development_spares_private_addresses_but_no_link_local_one() -> None:
+def test_development_spares_private_addresses_and_nothing_else() -> None:
     assert [text for text in PRIVATE if refusal(ipaddress.ip_address(text), True)] == []
     assert [text for text in NEVER if not refusal(ipaddress.ip_address(text), True)] == []
+
+
+CLOUD = [
+    *(
+        "169.254.169.254",
+        "169.254.170.2",
+        "100.100.100.200",
+        "168.63.129.16",
+        "192.0.0.192",
+        "fe80::a9fe:a9fe",
+    ),
+    *("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"),
+]
+
+
+@pytest.mark.parametrize("allow_private", [False, True])
+@pytest.mark.parametrize("text", CLOUD)
+def test_where_clouds_keep_credentials_nobody_is_told(text: str, allow_private: bool) -> None:
+    """Nor in other clothes: mapped, 6to4, Teredo, or through any NAT64."""
+    address = ipaddress.ip_address(text)
+    forms = [str(address)]
+    if isinstance(address, ipaddress.IPv4Address):
+        high, low = divmod(int(address), 65_536)
+        tail = f"{high:x}:{low:x}"
+        flipped = f"{high ^ 0xFFFF:x}:{low ^ 0xFFFF:x}"
+        forms += [f"::ffff:{tail}", f"::{tail}", f"64:ff9b::{tail}", f"64:ff9b:1::{tail}", f"2002:{tail}::1"]
+        forms += [f"2001:0:0808:0808::{flipped}", f"fe80::5efe:{tail}"]
+    assert [form for form in forms if not refusal(ipaddress.ip_address(form), allow_private)] == []
+    with pytest.raises(RefusedAddressError):
+        check_addresses("h", ["10.0.0.1", text], True)
 
 
 def test_one_bad_address_among_good_ones_refuses_the_host() -> None:
@@ -283,20 +344,16 @@ def test_any_2xx_is_done(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        Answer(301),
-        Answer(302),
-        Answer(308),
-        Answer(400),
-        Answer(401),
-        Answer(404),
-        Answer(error="", refused=True),
-    ],
+    "answer", [Answer(301), Answer(302), Answer(308), Answer(400), Answer(401), Answer(404)]
 )
-def test_what_says_no_is_tried_a_few_times(answer: Answer) -> None:
-    verdicts = [decide(answer, tries, 0, DAY).verdict for tries in range(1, FEW_TRIES + 1)]
-    assert verdicts == [Verdict.RETRY] * (FEW_TRIES - 1) + [Verdict.GIVE_UP]
+def test_what_says_no_is_tried_a_few_times_whatever_was_before(answer: Answer) -> None:
+    assert answer.unwanted
+    for earlier in (0, 40):
+        verdicts = [
+            decide(answer, earlier + number + 1, 0, DAY, unwanted=number).verdict
+            for number in range(FEW_TRIES)
+        ]
+        assert verdicts == [Verdict.RETRY] * (FEW_TRIES - 1) + [Verdict.GIVE_UP]
 
 
 def test_gone_is_gone() -> None:
@@ -304,9 +361,14 @@ def test_gone_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [Answer(408), Answer(429), Answer(500), Answer(503), Answer(error="timed out")]
+    "answer",
+    [
+        *(Answer(408), Answer(429), Answer(500), Answer(503), Answer(error="timed out")),
+        Answer(error="ours", refused=True),  # a sender with other settings may send it
+    ],
 )
 def test_trouble_is_tried_again_until_the_time_is_over(answer: Answer) -> None:
+    assert not answer.unwanted
     assert decide(answer, 50, DAY - LONGEST_PAUSE_S, DAY, longest).verdict is Verdict.RETRY
     assert decide(answer, 50, DAY - LONGEST_PAUSE_S + 1, DAY, longest).verdict is Verdict.GIVE_UP
 
@@ -326,6 +388,28 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after("later", now) is None
     assert retry_after("-5", now) is None
     assert retry_after("9" * 400, now) == 999_999_999
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sun, 01 Mar 2026 12:00:00 +9999999999999999",
+        "Sun, 01 Mar 2026 12:00:00 +" + "9" * 5000,
+        "Fri, 31 Dec 9999 23:59:59 -2359",
+        "Mon, 01 Jan 0001 00:00:00 +2359",
+        "Sun, 99 Mar 2026 12:00:00 GMT",
+        "\x00,",
+    ],
+)
+def test_what_a_receiver_writes_there_breaks_nothing(text: str) -> None:
+    found = retry_after(text, datetime(2026, 3, 1, 12, 0, tzinfo=UTC))
+    assert found is None or found >= 0
+
+
+@given(st.text(alphabet="SunMar, 0123456789:+-GT\x00;()", max_size=60))
+def test_no_text_there_is_an_error(text: str) -> None:
+    found = retry_after(text, datetime(2026, 3, 1, 12, 0, tzinfo=UTC))
+    assert found is None or found >= 0
 
 
 def test_a_redirect_is_named_as_one() -> None:

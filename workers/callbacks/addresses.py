@@ -25,6 +25,22 @@ _NOT_PUBLIC_V6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2002::/16", "3f
 _UNICAST_V6 = ipaddress.IPv6Network("2000::/3")  # all that is assigned to hosts of the internet
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
+# What ``allow_private`` spares; all else that is not public stays refused, such as other ways to write an IPv4 address.
+_PRIVATE_V4 = tuple(
+    map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"))
+)
+_PRIVATE_V6 = (ipaddress.IPv6Network("fc00::/7"),)
+
+# Where clouds answer their hosts with credentials and the like, beside the link-local 169.254.169.254: within private
+# networks, and with 168.63.129.16 among the public ones.
+_CLOUD_V4 = tuple(map(ipaddress.IPv4Network, ("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32")))
+_CLOUD_V6 = tuple(
+    map(
+        ipaddress.IPv6Network,
+        ("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128", "fd00:42::42/128"),
+    )
+)
+
 
 class RefusedAddressError(TokenmillError):
     """The host of a callback has an address that callbacks may not be sent to."""
@@ -90,8 +106,8 @@ def refusal(address: Address, allow_private: bool) -> str | None:
     """Why nothing may be sent to this address; ``None`` when it may.
 
     Args:
-        allow_private: spares loopback and private networks, but not link-local addresses, where clouds keep their
-            hosts' credentials.
+        allow_private: spares loopback and private networks, but neither link-local addresses nor others where clouds
+            keep their hosts' credentials.
     """
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:
@@ -106,18 +122,26 @@ def refusal(address: Address, allow_private: bool) -> str | None:
         return "the unspecified address"
     if address.is_link_local:
         return "a link-local address"
+    if _within(address, _CLOUD_V4, _CLOUD_V6):
+        return "an address where a cloud keeps its hosts' credentials"
     if address.is_loopback:
         return None if allow_private else "a loopback address"
-    if not _public(address):
-        if allow_private and not address.is_reserved:
-            return None
-        return "not a public address"
-    return None
+    if _public(address) or (allow_private and _within(address, _PRIVATE_V4, _PRIVATE_V6)):
+        return None
+    return "not a public address"
+
+
+def _within(
+    address: Address, v4: Sequence[ipaddress.IPv4Network], v6: Sequence[ipaddress.IPv6Network]
+) -> bool:
+    if isinstance(address, ipaddress.IPv4Address):
+        return any(address in network for network in v4)
+    return any(address in network for network in v6)
 
 
 def _public(address: Address) -> bool:
     if not address.is_global or address.is_reserved:
         return False
-    if isinstance(address, ipaddress.IPv4Address):
-        return not any(address in network for network in _NOT_PUBLIC_V4)
-    return address in _UNICAST_V6 and not any(address in network for network in _NOT_PUBLIC_V6)
+    if _within(address, _NOT_PUBLIC_V4, _NOT_PUBLIC_V6):
+        return False
+    return isinstance(address, ipaddress.IPv4Address) or address in _UNICAST_V6

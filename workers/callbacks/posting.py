@@ -57,10 +57,14 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """A connection to the first of the host's addresses that takes one.
 
+        ``timeout`` is for all of it, from the look-up on. Each address may take its share of what is left, so that one
+        that does not answer leaves time to the next.
+
         Raises:
             RefusedAddressError: an address of the host is not one that may be connected to.
             httpcore.ConnectError, httpcore.ConnectTimeout: none answers.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
                 found = await self._resolve(host, port)
@@ -70,9 +74,12 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectError(f"{host} cannot be looked up ({exc})") from exc
         addresses = check_addresses(host, found, self._allow_private)[:MOST_ADDRESSES]
         last: Exception | None = None
-        for address in addresses:
+        for number, address in enumerate(addresses):
+            share = None
+            if deadline is not None:
+                share = max(0.0, deadline - time.monotonic()) / (len(addresses) - number)
             try:
-                return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+                return await self._inner.connect_tcp(address, port, share, local_address, socket_options)
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as exc:
                 last = exc
         assert last is not None

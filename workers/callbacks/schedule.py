@@ -11,7 +11,7 @@ from enum import StrEnum
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3600.0
-FEW_TRIES = 5  # where an answer says that the request itself is not wanted
+FEW_TRIES = 5  # so many times a receiver may say that the request itself is not wanted
 
 
 class Verdict(StrEnum):
@@ -28,7 +28,7 @@ class Answer:
 
     Args:
         retry_after_s: as the receiver asked for.
-        refused: our own rules forbid it; another try would need another answer of the DNS, or other settings.
+        refused: our own rules forbid it. Another answer of the DNS, or a sender with other settings, may fare better.
     """
 
     status: int | None = None
@@ -46,10 +46,8 @@ class Answer:
 
     @property
     def unwanted(self) -> bool:
-        """Whether the same request will hardly fare better: answered with 3xx or 4xx, or refused by us."""
-        if self.status is None:
-            return self.refused
-        return 300 <= self.status < 500 and self.status not in (408, 425, 429)
+        """Whether the receiver says no, so that the same request will hardly fare better: 3xx, and most of 4xx."""
+        return self.status is not None and 300 <= self.status < 500 and self.status not in (408, 425, 429)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +64,20 @@ def decide(
     age_s: float,
     max_age_s: float,
     uniform: Callable[[float, float], float] = random.uniform,
+    *,
+    unwanted: int = 0,
 ) -> Decision:
     """What to do after try number ``tries``, ``age_s`` after the end that is to be told.
+
+    ``unwanted`` tries before were answered with a no. Only those count towards ``FEW_TRIES``: a receiver that was down
+    for long, or tries of senders that died, must not use them up.
 
     Pauses double from five seconds up to an hour, each shortened at random by up to a half, so that what failed
     together does not come back together. ``Retry-After`` lengthens them, up to an hour.
     """
     if answer.status is not None and 200 <= answer.status < 300:
         return Decision(Verdict.DELIVERED)
-    if answer.status == 410 or (answer.unwanted and tries >= FEW_TRIES):
+    if answer.status == 410 or (answer.unwanted and unwanted + 1 >= FEW_TRIES):
         return Decision(Verdict.GIVE_UP)
     longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 20))
     pause_s = uniform(longest / 2, longest)
@@ -94,7 +97,7 @@ def retry_after(value: str | None, now: datetime) -> float | None:
         return float(text[:9])
     try:
         then = parsedate_to_datetime(text)
-    except ValueError:
+        then = then.replace(tzinfo=UTC) if then.tzinfo is None else then
+        return max(0.0, (then - now).total_seconds())
+    except (ValueError, TypeError, IndexError, OverflowError):  # all that its parser lets through
         return None
-    then = then.replace(tzinfo=UTC) if then.tzinfo is None else then
-    return max(0.0, (then - now).total_seconds())

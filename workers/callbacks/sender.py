@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Protocol
 
@@ -24,11 +24,14 @@ from backend.api import RequestError
 from models_db.batches import finish_batch_if_done
 from models_db.callback_ends import BatchEnd, JobEnd, batch_ends, job_ends
 from models_db.callbacks import (
+    SCHEMES,
     DueCallback,
     batches_to_end,
     claim_due,
     database_now,
     due_hosts,
+    lock_free_batch,
+    overdue,
     record_delivered,
     record_failed,
     record_retry,
@@ -49,6 +52,9 @@ FIRST_BATCH_PAUSE_S = 10.0  # of a batch that could not be ended …
 LONGEST_BATCH_PAUSE_S = 600.0  # … and so long at most, however often
 NEXT_HOSTS_S = 0.05  # when a look did not come to the end of the hosts
 AWAY_S = 5.0  # between two looks while the database does not answer
+LOOK_S = 10.0  # then a look sends what it has taken: the leases run, and the database may be slow
+_MOST_NAMED = 1000  # hosts that are left to others, each named in the log once
+_MOST_PAUSES = 10_000  # of hosts, before those that are over are dropped
 _LONGEST_HOST_PAUSE_S = 60.0
 _FIRST_HOST_PAUSE_S = 0.5
 
@@ -71,7 +77,7 @@ class SenderLimits:
 
     @property
     def lease(self) -> timedelta:
-        """Longer than a request and the note of what came of it can take."""
+        """Longer than the rest of the look, a request, and the note of what came of it can take."""
         return timedelta(seconds=2 * self.timeout_s + 30)
 
 
@@ -99,6 +105,14 @@ class _Pause:
         return pause_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Which of a host's callbacks this sender's settings let it send, and why not the others."""
+
+    schemes: tuple[str, ...]
+    refused: Mapping[str, str]  # by scheme
+
+
 @dataclass(slots=True)
 class _Taken:
     claim: DueCallback
@@ -119,7 +133,7 @@ class CallbackSender:
         secrets: entries of ``SecretBook``; each that is for a message's host signs it.
         clock: seconds since 1970, for the time in the signature.
         monotonic: seconds, for pauses.
-        spread: chance, for pauses and for which of the oldest callbacks to take.
+        spread: chance, for pauses and for which host to begin with.
     """
 
     def __init__(
@@ -151,6 +165,7 @@ class CallbackSender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._after = ""
+        self._named: set[str] = set()
         self._next_batches = 0.0
         self._fault = ""
 
@@ -210,42 +225,105 @@ class CallbackSender:
         # Each hand that gets free goes to a host that holds few, or those who answer slowly would share all of them.
         self._spread.shuffle(hosts)
         hosts.sort(key=lambda host: self._busy[host])
+        began: datetime | None = None
         for host in hosts:
-            if self._paused(host):
-                continue
+            reach = self._reach(host)
             room = min(self._limits.per_host - self._busy[host], free)
-            if room <= 0:
-                look.more = True
-                continue
             try:
-                taken = transaction(self._engine, partial(self._take, host=host, limit=room))
+                if not reach.schemes:
+                    self._leave(host, reach)
+                elif self._paused(host):
+                    continue
+                elif room <= 0:
+                    look.more = True
+                else:
+                    # What was taken before is leased: no second try lets that time pass.
+                    tries = 1 if look.taken else 3
+                    taken, now = transaction(
+                        self._engine, partial(self._take, host=host, limit=room, reach=reach), tries=tries
+                    )
+                    look.taken += taken
+                    look.more |= bool(taken)
+                    free -= len(taken)
+                    if reach.refused and len(taken) < room:
+                        self._leave(host, reach)
+                    began = began or now
+                    if (now - began).total_seconds() >= LOOK_S:
+                        look.more = True
+                        return look
             except Exception:
                 if look.taken:
                     return look  # they are leased to us: send them, and meet the trouble at the next look
                 raise
-            look.taken += taken
-            look.more |= bool(taken)
-            free -= len(taken)
         return look
 
-    def _take(self, conn: Connection, host: str, limit: int) -> list[_Taken]:
-        claims = claim_due(conn, host, limit, database_now(conn), self._limits.lease, self._spread.shuffle)
+    def _reach(self, host: str) -> _Reach:
+        refused = {}
+        for scheme in SCHEMES:
+            try:
+                self._allowed(f"{scheme}://{host}/")
+            except RequestError as exc:
+                refused[scheme] = str(exc)
+        return _Reach(tuple(scheme for scheme in SCHEMES if scheme not in refused), refused)
+
+    def _allowed(self, text: str) -> tuple[CallbackUrl, list[str]]:
+        """The URL and what signs a callback to it.
+
+        Raises:
+            RequestError: this sender's settings do not let it be told.
+        """
+        url = check_callback_url(text, self._rules)
+        secrets = self._secrets.of(url)
+        if not secrets:
+            raise RequestError(
+                f"nothing signs what goes to {url.netloc}",
+                field="callback_secrets",
+                fix="Add a secret for it, or one for all hosts",
+            )
+        return url, secrets
+
+    def _leave(self, host: str, reach: _Reach) -> None:
+        """Leave callbacks to senders whose settings allow what ours do not; end those that had none for too long."""
+        max_age = timedelta(seconds=self._limits.max_age_s)
+        with reading(self._engine) as conn:
+            now = database_now(conn)
+            old = overdue(conn, host, now, now - max_age)
+        refused = [(claim, why) for claim in old if (why := reach.refused.get(_scheme(claim.url)))]
+
+        def end(conn: Connection) -> list[tuple[DueCallback, str]]:
+            return [(claim, why) for claim, why in refused if record_failed(conn, claim, why)]
+
+        if not reach.schemes and host not in self._named and len(self._named) < _MOST_NAMED:
+            self._named.add(host)
+            why = next(iter(reach.refused.values()))
+            log.warning("what %s is to be told is left to other senders: %s", host, why)
+        for claim, why in transaction(self._engine, end) if refused else ():
+            self._note(claim, host, Answer(error=why, refused=True), Decision(Verdict.GIVE_UP))
+
+    def _take(self, conn: Connection, host: str, limit: int, reach: _Reach) -> tuple[list[_Taken], datetime]:
+        now = database_now(conn)
+        claims = claim_due(conn, host, limit, now, self._limits.lease, reach.schemes)
         jobs = job_ends(conn, [claim.job_id for claim in claims if claim.job_id is not None])
         batches = batch_ends(conn, [claim.batch_id for claim in claims if claim.batch_id is not None])
         ends: dict[str | None, JobEnd | BatchEnd] = {}
         ends.update(jobs)
         ends.update(batches)
-        return [_Taken(claim, ends.get(claim.job_id or claim.batch_id)) for claim in claims]
+        return [_Taken(claim, ends.get(claim.job_id or claim.batch_id)) for claim in claims], now
 
     def _end_batches(self) -> None:
         """A batch that was started with ``--no-wait`` has nobody else who sees its end.
 
-        One that cannot be ended, because it is locked or its jobs take too long to count, keeps nothing else from
-        being told: it gets a pause. At most one a look is waited for in vain.
+        One that cannot be ended, because its jobs take too long to count or lines are missing, keeps nothing else from
+        being told: it gets a pause. One that somebody else holds, who may be ending it, is not waited for.
         """
+
+        def end(conn: Connection, batch_id: str) -> bool:
+            """Whether there is nothing more to do for now."""
+            return not lock_free_batch(conn, batch_id) or finish_batch_if_done(conn, batch_id) is not None
+
         try:
             with reading(self._engine) as conn:
-                ready = batches_to_end(conn)
+                ready = batches_to_end(conn, 100 + len(self._batch_pauses))
         except Exception as exc:  # where the whole database is away, who looks for hosts says so next
             log.error("batches that are to be ended cannot be looked for: %s", summary(exc))
             return
@@ -255,7 +333,7 @@ class CallbackSender:
             if pause is not None and self._monotonic() < pause.until:
                 continue
             try:
-                transaction(self._engine, partial(finish_batch_if_done, batch_id=batch_id), tries=1)
+                well = transaction(self._engine, partial(end, batch_id=batch_id), tries=1)
             except Exception as exc:
                 pause = self._batch_pauses.setdefault(batch_id, _Pause())
                 pause_s = pause.lengthen(self._monotonic(), FIRST_BATCH_PAUSE_S, LONGEST_BATCH_PAUSE_S)
@@ -264,18 +342,30 @@ class CallbackSender:
                     batch_id, summary(exc), pause_s,
                 )  # fmt: skip
                 return
-            self._batch_pauses.pop(batch_id, None)
+            if well:
+                self._batch_pauses.pop(batch_id, None)
+            else:  # lines are missing: it is not counted again at each look
+                pause = self._batch_pauses.setdefault(batch_id, _Pause())
+                pause.lengthen(self._monotonic(), FIRST_BATCH_PAUSE_S, FIRST_BATCH_PAUSE_S)
 
     def _record(self, claim: DueCallback, answer: Answer) -> Decision:
         def write(conn: Connection) -> Decision:
             now = database_now(conn)
             age_s = (now - claim.ended_at).total_seconds()
-            decision = decide(answer, claim.tries, age_s, self._limits.max_age_s, self._spread.uniform)
+            decision = decide(
+                answer,
+                claim.tries,
+                age_s,
+                self._limits.max_age_s,
+                self._spread.uniform,
+                unwanted=claim.unwanted,
+            )
             match decision.verdict:
                 case Verdict.DELIVERED:
                     record_delivered(conn, claim)
                 case Verdict.RETRY:
-                    record_retry(conn, claim, answer.text, now + timedelta(seconds=decision.pause_s))
+                    due_at = now + timedelta(seconds=decision.pause_s)
+                    record_retry(conn, claim, answer.text, due_at, unwanted=answer.unwanted)
                 case Verdict.GIVE_UP:
                     record_failed(conn, claim, answer.text)
             return decision
@@ -307,14 +397,7 @@ class CallbackSender:
             return  # its job runs again; the next end makes it due
         where = claim.host
         try:
-            url = check_callback_url(claim.url, self._rules)
-            secrets = self._secrets.of(url)
-            if not secrets:
-                raise RequestError(
-                    f"nothing signs what goes to {url.netloc}",
-                    field="callback_secrets",
-                    fix="Add a secret for it, or one for all hosts",
-                )
+            url, secrets = self._allowed(claim.url)
         except RequestError as exc:
             answer = Answer(error=str(exc), refused=True)
         else:
@@ -351,6 +434,8 @@ class CallbackSender:
             return
         if self._paused(host):
             return  # of the same volley
+        if len(self._pauses) >= _MOST_PAUSES:  # hosts that were never heard of again
+            self._pauses = {each: it for each, it in self._pauses.items() if self._monotonic() < it.until}
         pause = self._pauses.setdefault(host, _Pause())
         asked_s = answer.retry_after_s or 0.0
         pause.lengthen(self._monotonic(), _FIRST_HOST_PAUSE_S, _LONGEST_HOST_PAUSE_S, asked_s)
@@ -384,6 +469,10 @@ class CallbackSender:
             log.warning("callbacks are sent again")
         else:
             log.error("no callbacks are sent until this is mended: %s", text)
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].lower()
 
 
 async def _first(events: Sequence[asyncio.Event], timeout_s: float) -> None:

@@ -30,7 +30,7 @@ _LONGEST_KEY = 64
 
 
 class CallbackSignatureError(TokenmillError, ValueError):
-    """The message does not come from a sender that has the secret, or it is old. Answer it with 401."""
+    """The message does not come from a sender that has the secret, is old, or is no event. Answer it with 401."""
 
     code = "callback_signature"
 
@@ -96,10 +96,14 @@ def verify_callback(
         clock: seconds since 1970.
 
     Raises:
-        CallbackSignatureError: a header is missing, no signature fits, or the time is too far off.
+        CallbackSignatureError: a header is missing, no signature fits, the time is too far off, or the body is no JSON
+            object in UTF-8. Whatever a request brings, no other error comes of it.
         ValueError: the secret is none.
     """
-    raw = body.encode() if isinstance(body, str) else bytes(body)
+    try:
+        raw = body.encode() if isinstance(body, str) else bytes(body)
+    except UnicodeEncodeError:
+        raise CallbackSignatureError("the body is no text in UTF-8") from None
     found = {name.lower(): value for name, value in headers.items()}
     try:
         message_id, stamp, given = (found[name] for name in (ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER))
@@ -107,6 +111,8 @@ def verify_callback(
         raise CallbackSignatureError(f"the header {error.args[0]} is missing") from None
     if not (stamp.isascii() and stamp.isdigit() and len(stamp) <= 15):
         raise CallbackSignatureError(f"{TIMESTAMP_HEADER} is no time")
+    if not (message_id.isascii() and given.isascii()):  # as ours are, and a lone surrogate is not
+        raise CallbackSignatureError(f"{ID_HEADER} or {SIGNATURE_HEADER} is not what a sender writes")
     timestamp = int(stamp)
     known = [secret] if isinstance(secret, str) else list(secret)
     expected = [sign(each, message_id, timestamp, raw) for each in known]
@@ -118,7 +124,17 @@ def verify_callback(
         raise CallbackSignatureError("no signature fits the message and the secret")
     if abs(clock() - timestamp) > tolerance_s:
         raise CallbackSignatureError(f"the message is more than {tolerance_s:g} s old, or from the future")
-    event = json.loads(raw)
+    return _event_in(raw)
+
+
+def _event_in(raw: bytes) -> dict[str, Any]:
+    """The body as JSON; from one who has the secret, and still not trusted to be what a sender writes."""
+    try:
+        event = json.loads(raw.decode())
+        if b"\\u" in raw:  # a lone surrogate may hide there: no text that could be stored or printed
+            json.dumps(event, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        event = None
     if not isinstance(event, dict):
-        raise CallbackSignatureError("the body is no JSON object")
+        raise CallbackSignatureError("the body is no JSON object in UTF-8")
     return event

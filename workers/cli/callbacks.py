@@ -113,10 +113,10 @@ def send(database_url: DatabaseOption = None) -> None:
       TOKENMILL_CALLBACK_HOSTS=hooks.example.com tokenmill callbacks send
     """
     settings = settings_from(database_url=database_url)
-    from workers.callbacks.service import log_to_terminal, run_sender
+    from workers.callbacks.service import IDLE_IN_TRANSACTION_S, log_to_terminal, run_sender
 
     log_to_terminal(settings.log_level)
-    with database(settings) as engine:
+    with database(settings, idle_in_transaction_s=IDLE_IN_TRANSACTION_S) as engine:
         counts = run_sender(settings, engine).counts
     typer.echo(f"{counts.delivered} delivered, {counts.postponed} tries in vain, {counts.failed} given up")
 

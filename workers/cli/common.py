@@ -114,12 +114,18 @@ def settings_from(**overrides: Any) -> Settings:
 
 
 @contextmanager
-def database(settings: Settings, *, check: bool = True) -> Iterator[Engine]:
-    """The settings' database, its schema checked unless told otherwise."""
+def database(
+    settings: Settings, *, check: bool = True, idle_in_transaction_s: float | None = None
+) -> Iterator[Engine]:
+    """The settings' database, its schema checked unless told otherwise.
+
+    Args:
+        idle_in_transaction_s: see ``make_engine``; for commands that run for as long as a worker.
+    """
     from models_db.migrate import check_schema
     from models_db.session import make_engine
 
-    engine = make_engine(settings.database_url)
+    engine = make_engine(settings.database_url, idle_in_transaction_s=idle_in_transaction_s)
     try:
         if check:
             check_schema(engine)
