@@ -1,155 +1,148 @@
-"""Pruned rows as Parquet: a folder with one file for each table, ``job.parquet``, ``result.parquet`` and so on.
+"""Where pruned rows are kept: a file of JSON lines, or a folder of Parquet files (``models_db.archive_parquet``).
 
-A Parquet file can be read once it is complete, and each row must be on disk before it is deleted. So rows are first
-written as small complete files, ``job/000001.parquet`` and on, which become one file for each table at the end. After a
-crash the small ones are what there is, and they can be read as they are: ``read_parquet('FOLDER/job/*.parquet')``.
+A row must be on disk before it is deleted, and be there once, however often its transaction has to begin anew. So the
+rows of a transaction are collected while it deletes them and written as one piece just before it commits; where it is
+rolled back after that, the next attempt takes the piece away again.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-import shutil
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Protocol, TypeVar
 
-from sqlalchemy import Boolean, ColumnElement, Connection, Date, Float, Integer, select
+from sqlalchemy import ColumnElement, Connection, Engine, select
 
-from models_db.base import Base, JSONType, UTCDateTime
+from models_db.base import Base
 from models_db.errors import InvalidValueError
+from models_db.session import transaction
 
-SUFFIX = ".parquet"
-_GROUP_ROWS = 50_000  # of a row group of the final file, at most …
-_GROUP_BYTES = 64 * 2**20  # … and at least about so large, unless it ends before
+PARQUET = ".parquet"
+
+T = TypeVar("T")
+Keep = Callable[[Connection, type[Base], ColumnElement[bool]], None]
+"""Collects the rows of a table that are about to be deleted."""
+
+
+class Archive(Protocol):
+    """One piece after the other."""
+
+    def begin(self) -> None:
+        """Start a piece; what has been collected or written since the last ``settle`` is taken back."""
+
+    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
+        """Collect these rows."""
+
+    def write(self) -> None:
+        """Have the piece on disk."""
+
+    def settle(self) -> None:
+        """The piece stays: its rows are deleted."""
+
+
+def archived(engine: Engine, archive: Archive | None, work: Callable[[Connection, Keep], T]) -> T:
+    """Run ``work`` as ``transaction`` does; what it keeps is in the archive before the commit, and once."""
+    if archive is None:
+        return transaction(engine, lambda conn: work(conn, _keep_nothing))
+
+    def attempt(conn: Connection) -> T:
+        archive.begin()
+        result = work(conn, archive.keep)
+        archive.write()
+        return result
+
+    result = transaction(engine, attempt)
+    archive.settle()
+    return result
 
 
 @contextmanager
-def parquet_archive(folder: Path) -> Iterator[ParquetArchive]:
-    """Gives what writes the rows; joins its pieces when the block ends well.
+def open_archive(path: Path | None) -> Iterator[Archive | None]:
+    """The archive that this name asks for; ``None`` for none.
 
     Raises:
-        InvalidValueError: the folder exists or cannot be made, or pyarrow is not installed.
+        InvalidValueError: it exists, is named otherwise, or cannot be made.
     """
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
+    if path is None:
+        yield None
+        return
+    if path.suffix == PARQUET:
+        from models_db.archive_parquet import parquet_archive
+
+        with parquet_archive(path) as parquet:
+            yield parquet
+        return
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise InvalidValueError(
             "archive",
-            "Parquet needs the package pyarrow",
-            value=str(folder),
-            fix="Install it: pip install 'tokenmill[parquet]', or name a .jsonl.gz file",
-        ) from None
+            "must be a .jsonl or .jsonl.gz file, or a .parquet folder",
+            value=str(path),
+            fix="For example old.jsonl.gz",
+        )
     try:
-        folder.mkdir()
+        file = path.open("xb")
     except OSError as exc:
-        reason = "exists already" if isinstance(exc, FileExistsError) else f"cannot be made ({exc.strerror})"
-        raise InvalidValueError("archive", reason, value=str(folder), fix="Name a new folder") from exc
-    archive = ParquetArchive(folder)
-    yield archive
-    archive.join()
+        reason = (
+            "exists already" if isinstance(exc, FileExistsError) else f"cannot be written ({exc.strerror})"
+        )
+        raise InvalidValueError("archive", reason, value=str(path), fix="Name a new file") from exc
+    with file:
+        lines = LineArchive(file, compressed=path.suffix == ".gz")
+        yield lines
+        lines.close()
 
 
-class ParquetArchive:
-    """See the module. Calling it writes the rows of a table for which the condition holds, and has them on disk."""
+class LineArchive:
+    """A line of JSON for each row, ``"table"`` naming where it was; each piece compressed by itself, as gzip allows."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pieces: defaultdict[str, list[Path]] = defaultdict(list)
+    def __init__(self, file: IO[bytes], *, compressed: bool) -> None:
+        self._file = file
+        self._compressed = compressed
+        self._lines: list[bytes] = []
+        self._end = 0  # of what stays
 
-    def __call__(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
-        """Write these rows as one more piece; nothing when there is none."""
-        import pyarrow as pa
-        from pyarrow import parquet
+    def begin(self) -> None:
+        """See ``Archive``."""
+        self._lines.clear()
+        if self._file.tell() != self._end:
+            self._file.seek(self._end)
+            self._file.truncate()
 
-        columns = list(table.__table__.columns)
-        rows = conn.execute(select(table.__table__).where(condition)).all()
-        if not rows:
+    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
+        """See ``Archive``."""
+        for row in conn.execute(select(table.__table__).where(condition)).mappings():
+            line = {"table": table.__tablename__} | dict(row)
+            self._lines.append(json.dumps(line, ensure_ascii=True, default=_plain).encode() + b"\n")
+
+    def write(self) -> None:
+        """See ``Archive``."""
+        if not self._lines:
             return
-        values = zip(*rows, strict=True)
-        arrays = [
-            pa.array((_plain(about, value) for value in column), type=_type_of(about))
-            for about, column in zip(columns, values, strict=True)
-        ]
-        pieces = self._pieces[table.__tablename__]
-        folder = self._folder / table.__tablename__
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{len(pieces) + 1:06}{SUFFIX}"
-        with path.open("xb") as file:
-            made = pa.Table.from_arrays(arrays, names=[column.name for column in columns])
-            parquet.write_table(made, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(folder)
-        pieces.append(path)
+        piece = b"".join(self._lines)
+        self._file.write(gzip.compress(piece, 6) if self._compressed else piece)
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
-    def join(self) -> None:
-        """Make one file of each table's pieces; these go only when it is on disk."""
-        for name, pieces in self._pieces.items():
-            _join(pieces, self._folder / f"{name}{SUFFIX}")
-            shutil.rmtree(self._folder / name)
-        _sync_folder(self._folder)
+    def settle(self) -> None:
+        """See ``Archive``."""
+        self._end = self._file.tell()
+
+    def close(self) -> None:
+        """An archive of nothing can be unpacked as well."""
+        if self._compressed and not self._end:
+            self._file.write(gzip.compress(b""))
 
 
-def _join(pieces: list[Path], target: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    draft = target.with_name(f".{target.name}.part")
-    try:
-        with draft.open("wb") as file:
-            with parquet.ParquetWriter(file, parquet.read_schema(pieces[0]), compression="zstd") as writer:
-                waiting: list[Any] = []
-                for piece in pieces:
-                    waiting.append(parquet.read_table(piece))
-                    if sum(each.nbytes for each in waiting) >= _GROUP_BYTES:
-                        writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP_ROWS)
-                        waiting = []
-                if waiting:
-                    writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP_ROWS)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
-    _sync_folder(target.parent)
+def _keep_nothing(conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
+    pass
 
 
-def _type_of(column: ColumnElement[Any]) -> Any:
-    """The same for every piece, also for one whose values are all missing."""
-    import pyarrow as pa
-
-    match column.type:
-        case UTCDateTime():
-            return pa.timestamp("us", tz="UTC")
-        case Date():
-            return pa.date32()
-        case Boolean():
-            return pa.bool_()
-        case Integer():
-            return pa.int64()
-        case Float():
-            return pa.float64()
-        case _:
-            return pa.string()  # texts, names of states, ids, and JSON as it is written
-
-
-def _plain(column: ColumnElement[Any], value: object) -> object:
-    """As Arrow takes it: names instead of members, JSON as text."""
-    if value is None:
-        return None
-    if isinstance(column.type, JSONType):
-        return json.dumps(value, ensure_ascii=False)
-    return value if isinstance(value, bool | int | float | datetime | date) else str(value)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _plain(value: object) -> str:
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} has no place in an archive")

@@ -5,22 +5,18 @@ The roll-ups are brought up to date first and stay: what is deleted here is coun
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, exists, func, or_, select
 
-from models_db.archive import SUFFIX as PARQUET
-from models_db.archive import parquet_archive
-from models_db.base import Base, utcnow
+from models_db.archive import Archive, Keep, archived, open_archive
+from models_db.base import utcnow
+from models_db.callbacks import Callback, CallbackState
 from models_db.errors import InvalidValueError
 from models_db.rollup_tables import JobMinute, LatencyMinute, ThroughputHour, ThroughputMinute
 from models_db.rollups import catch_up, close_before, floor_hour
@@ -39,9 +35,6 @@ from models_db.tables import (
 _MINUTES = (ThroughputMinute.started_at, JobMinute.started_at, LatencyMinute.started_at)
 _ROWS_PER_JOB = 10  # so many samples go into a transaction for one job with its text
 
-Keep = Callable[[Connection, Any, ColumnElement[bool]], None]
-"""Writes the rows of a table that are about to be deleted somewhere else."""
-
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
@@ -55,6 +48,7 @@ class PruneReport:
     workers: int
     minutes: int  # rows of the roll-ups per minute
     dead_letters: int
+    kept: int  # jobs and batches, old enough, whose callback is still to be sent
     dry_run: bool
 
 
@@ -75,6 +69,10 @@ def prune(
     any more. Roll-ups stay, but for those per minute that began before ``minutes_older_than``. Each transaction deletes
     at most ``chunk`` jobs, or ten times as many samples. Takes an engine, because it commits by itself.
 
+    Jobs and batches whose callback is due stay, and so do the jobs of such a batch: a receiver that is told of an end
+    should find what has ended. Callbacks that are settled go with what they told of, and into no archive, since their
+    URLs may hold secrets.
+
     Args:
         archive: a new file, ``.jsonl`` or ``.jsonl.gz``, that gets each row as a line, or a new folder ``.parquet``
             with a file for each table (see ``models_db.archive``). A row is on disk before it goes.
@@ -93,82 +91,71 @@ def prune(
         return _count(engine, cut, minutes_cut)
     catch_up(engine, max(cut, now or utcnow()))
     transaction(engine, partial(close_before, moment=cut))
-    with _archive(archive) as keep:
+    with open_archive(archive) as into:
         jobs = attempts = results = 0
         while True:
-            counts = transaction(engine, lambda conn: _prune_jobs(conn, _old_job(cut), chunk, keep))
-            jobs, attempts, results = jobs + counts[0], attempts + counts[1], results + counts[2]
-            if counts[0] < chunk:
+            counts = archived(engine, into, partial(_prune_jobs, older_than=cut, chunk=chunk))
+            jobs, attempts, results = jobs + counts.jobs, attempts + counts.attempts, results + counts.results
+            if counts.looked_at < chunk:
                 break
         rows = chunk * _ROWS_PER_JOB
         samples = _repeat(
-            engine, rows, lambda conn: _prune_by_time(conn, EngineSample.sampled_at, cut, rows, keep)
+            engine,
+            into,
+            rows,
+            partial(_prune_by_time, time=EngineSample.sampled_at, before=cut, chunk=rows),
         )
-        batches = _repeat(engine, chunk, lambda conn: _prune_by_id(conn, Batch, _old_batch(cut), chunk, keep))
+        batches = 0
+        while True:
+            looked_at, gone = archived(engine, into, partial(_prune_batches, older_than=cut, chunk=chunk))
+            batches += gone
+            if looked_at < chunk:
+                break
         letters = _repeat(
-            engine, chunk, lambda conn: _prune_by_id(conn, DeadLetter, _old_letter(cut), chunk, keep)
+            engine, into, chunk, partial(_prune_by_id, table=DeadLetter, old=_old_letter(cut), chunk=chunk)
         )
         minutes = 0
         for time in _MINUTES if minutes_cut is not None else ():
-            step = partial(_prune_by_time, time=time, before=minutes_cut, chunk=rows, keep=keep)
-            minutes += _repeat(engine, rows, step)
+            step = partial(_prune_by_time, time=time, before=minutes_cut, chunk=rows)
+            minutes += _repeat(engine, into, rows, step)
         workers = _repeat(
-            engine, chunk, lambda conn: _prune_by_id(conn, Worker, _old_worker(cut), chunk, keep)
+            engine, into, chunk, partial(_prune_by_id, table=Worker, old=_old_worker(cut), chunk=chunk)
         )
-    return PruneReport(jobs, attempts, results, batches, samples, workers, minutes, letters, dry_run=False)
+    with reading(engine) as conn:
+        kept = _count_kept(conn, cut)
+    return PruneReport(
+        jobs, attempts, results, batches, samples, workers, minutes, letters, kept, dry_run=False
+    )
 
 
-@contextmanager
-def _archive(path: Path | None) -> Iterator[Keep]:
-    if path is None:
-        yield lambda conn, table, condition: None
-        return
-    if path.suffix == PARQUET:
-        with parquet_archive(path) as keep:
-            yield keep
-        return
-    if not path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise InvalidValueError(
-            "archive",
-            "must be a .jsonl or .jsonl.gz file, or a .parquet folder",
-            value=str(path),
-            fix="For example old.jsonl.gz",
-        )
-    try:
-        raw = path.open("xb")
-    except OSError as exc:
-        reason = (
-            "exists already" if isinstance(exc, FileExistsError) else f"cannot be written ({exc.strerror})"
-        )
-        raise InvalidValueError("archive", reason, value=str(path), fix="Name a new file") from exc
-    with raw, gzip.open(raw, "wb") if path.suffix == ".gz" else raw as lines:
-        yield partial(_write, raw, lines)  # type: ignore[arg-type]
-
-
-def _write(
-    raw: IO[bytes], lines: IO[bytes], conn: Connection, table: type[Base], condition: ColumnElement[bool]
-) -> None:
-    for row in conn.execute(select(table.__table__).where(condition)).mappings():
-        line = {"table": table.__tablename__} | dict(row)
-        lines.write(json.dumps(line, ensure_ascii=True, default=_plain).encode() + b"\n")
-    lines.flush()
-    raw.flush()
-    os.fsync(raw.fileno())
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, date | datetime):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} has no place in an archive")
-
-
-def _old_job(older_than: datetime) -> ColumnElement[bool]:
+def _aged_job(older_than: datetime) -> ColumnElement[bool]:
     ended_batch = exists().where(Batch.id == Job.batch_id, Batch.state.in_(TERMINAL_BATCH_STATES))
     return and_(Job.finished_at < older_than, or_(Job.batch_id.is_(None), ended_batch))
 
 
+def _untold_job() -> ColumnElement[bool]:
+    due = Callback.state == CallbackState.DUE
+    return or_(
+        exists().where(Callback.job_id == Job.id, due), exists().where(Callback.batch_id == Job.batch_id, due)
+    )
+
+
+def _untold_batch() -> ColumnElement[bool]:
+    return exists().where(Callback.batch_id == Batch.id, Callback.state == CallbackState.DUE)
+
+
+def _old_job(older_than: datetime) -> ColumnElement[bool]:
+    return and_(_aged_job(older_than), ~_untold_job())
+
+
 def _old_batch(older_than: datetime) -> ColumnElement[bool]:
-    return and_(Batch.finished_at < older_than, ~exists().where(Job.batch_id == Batch.id))
+    return and_(Batch.finished_at < older_than, ~exists().where(Job.batch_id == Batch.id), ~_untold_batch())
+
+
+def _count_kept(conn: Connection, older_than: datetime) -> int:
+    jobs = select(func.count()).select_from(Job).where(_aged_job(older_than), _untold_job())
+    batches = select(func.count()).select_from(Batch).where(Batch.finished_at < older_than, _untold_batch())
+    return (conn.scalar(jobs) or 0) + (conn.scalar(batches) or 0)
 
 
 def _old_letter(older_than: datetime) -> ColumnElement[bool]:
@@ -186,25 +173,58 @@ def _old_worker(older_than: datetime) -> ColumnElement[bool]:
     )
 
 
-def _repeat(engine: Engine, chunk: int, step: Callable[[Connection], int]) -> int:
+def _repeat(
+    engine: Engine, archive: Archive | None, chunk: int, step: Callable[[Connection, Keep], int]
+) -> int:
     total = 0
     while True:
-        count = transaction(engine, step)
+        count = archived(engine, archive, step)
         total += count
         if count < chunk:
             return total
 
 
-def _prune_jobs(conn: Connection, old: ColumnElement[bool], chunk: int, keep: Keep) -> tuple[int, int, int]:
+@dataclass(frozen=True, slots=True)
+class _Pruned:
+    looked_at: int = 0
+    jobs: int = 0
+    attempts: int = 0
+    results: int = 0
+
+
+def _prune_jobs(conn: Connection, keep: Keep, *, older_than: datetime, chunk: int) -> _Pruned:
     # Locked before they are judged, so that a retry at the same moment keeps its job.
-    ids = conn.scalars(select(Job.id).where(old).order_by(Job.id).limit(chunk).with_for_update()).all()
+    query = select(Job.id).where(_old_job(older_than)).order_by(Job.id).limit(chunk)
+    found = conn.scalars(query.with_for_update()).all()
+    retried = _retried(conn, Callback.job_id, found)
+    ids = [job_id for job_id in found if job_id not in retried]
     if not ids:
-        return 0, 0, 0
+        return _Pruned(len(found))
     counts = []
     for table, condition in _of_jobs(ids):
         keep(conn, table, condition)
         counts.append(conn.execute(delete(table).where(condition)).rowcount)
-    return counts[2], counts[1], counts[0]
+    return _Pruned(len(found), counts[2], counts[1], counts[0])
+
+
+def _prune_batches(conn: Connection, keep: Keep, *, older_than: datetime, chunk: int) -> tuple[int, int]:
+    """How many were looked at, and how many of them are gone."""
+    query = select(Batch.id).where(_old_batch(older_than)).order_by(Batch.id).limit(chunk)
+    found = conn.scalars(query.with_for_update()).all()
+    retried = _retried(conn, Callback.batch_id, found)
+    ids = [batch_id for batch_id in found if batch_id not in retried]
+    if not ids:
+        return len(found), 0
+    keep(conn, Batch, Batch.id.in_(ids))
+    return len(found), conn.execute(delete(Batch).where(Batch.id.in_(ids))).rowcount
+
+
+def _retried(conn: Connection, column: Any, ids: Sequence[str]) -> set[str]:
+    """Those whose callback, given up before, is due again since they were chosen; the others' cannot become so now."""
+    query = select(column, Callback.state).where(column.in_(ids)).order_by(Callback.id).with_for_update()
+    if not ids:
+        return set()
+    return {subject for subject, state in conn.execute(query) if state is CallbackState.DUE}
 
 
 def _of_jobs(ids: Sequence[str]) -> list[tuple[Any, ColumnElement[bool]]]:
@@ -212,7 +232,7 @@ def _of_jobs(ids: Sequence[str]) -> list[tuple[Any, ColumnElement[bool]]]:
     return [(Result, Result.job_id.in_(ids)), (Attempt, Attempt.job_id.in_(ids)), (Job, Job.id.in_(ids))]
 
 
-def _prune_by_time(conn: Connection, time: Any, before: datetime | None, chunk: int, keep: Keep) -> int:
+def _prune_by_time(conn: Connection, keep: Keep, *, time: Any, before: datetime | None, chunk: int) -> int:
     """Delete about ``chunk`` rows, the oldest first: all that share the last one's time go with it."""
     oldest = conn.scalars(select(time).where(time < before).order_by(time).limit(chunk)).all()
     if not oldest:
@@ -222,7 +242,7 @@ def _prune_by_time(conn: Connection, time: Any, before: datetime | None, chunk: 
     return conn.execute(delete(table).where(condition)).rowcount
 
 
-def _prune_by_id(conn: Connection, table: Any, old: ColumnElement[bool], chunk: int, keep: Keep) -> int:
+def _prune_by_id(conn: Connection, keep: Keep, *, table: Any, old: ColumnElement[bool], chunk: int) -> int:
     ids = conn.scalars(select(table.id).where(old).limit(chunk)).all()
     if not ids:
         return 0
@@ -248,7 +268,9 @@ def _count(engine: Engine, older_than: datetime, minutes_before: datetime | None
             jobs=count(Job, old_job),
             attempts=count(Attempt, Attempt.job_id.in_(old_ids)),
             results=count(Result, Result.job_id.in_(old_ids)),
-            batches=count(Batch, and_(Batch.finished_at < older_than, Batch.id.not_in(kept_jobs))),
+            batches=count(
+                Batch, and_(Batch.finished_at < older_than, ~_untold_batch(), Batch.id.not_in(kept_jobs))
+            ),
             samples=count(EngineSample, EngineSample.sampled_at < older_than),
             workers=count(
                 Worker,
@@ -261,5 +283,6 @@ def _count(engine: Engine, older_than: datetime, minutes_before: datetime | None
             if minutes_before is None
             else sum(count(time.class_, time < minutes_before) for time in _MINUTES),
             dead_letters=count(DeadLetter, _old_letter(older_than)),
+            kept=_count_kept(conn, older_than),
             dry_run=True,
         )

@@ -11,8 +11,8 @@ import pytest
 from pyarrow import parquet
 from sqlalchemy import func, select
 
-from models_db import archive
-from models_db.archive import ParquetArchive
+from models_db import archive_parquet
+from models_db.archive_parquet import ParquetArchive
 from models_db.batches import create_batch, set_batch_state
 from models_db.dead_letters import NewDeadLetter, list_dead_letters, store_dead_letters
 from models_db.errors import InvalidValueError
@@ -73,9 +73,18 @@ def history(db):
 
 
 EXPECTED = PruneReport(
-    jobs=8, attempts=8, results=8, batches=1, samples=6, workers=1, minutes=0, dead_letters=3, dry_run=False
+    jobs=8,
+    attempts=8,
+    results=8,
+    batches=1,
+    samples=6,
+    workers=1,
+    minutes=0,
+    dead_letters=3,
+    kept=0,
+    dry_run=False,
 )
-NOTHING = PruneReport(0, 0, 0, 0, 0, 0, 0, 0, dry_run=False)
+NOTHING = PruneReport(0, 0, 0, 0, 0, 0, 0, 0, 0, dry_run=False)
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 500])
@@ -184,17 +193,17 @@ def test_a_parquet_archive_that_is_broken_off_can_be_read(history, tmp_path):
     class PulledError(Exception):
         pass
 
-    written = []
+    pieces = []
 
     class Breaking(ParquetArchive):
-        def __call__(self, conn, table, condition):
-            if len(written) == 7:
+        def write(self):
+            super().write()
+            pieces.append(1)
+            if len(pieces) == 3:
                 raise PulledError
-            super().__call__(conn, table, condition)
-            written.append(table)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(archive, "ParquetArchive", Breaking)
+        patch.setattr(archive_parquet, "ParquetArchive", Breaking)
         with pytest.raises(PulledError):
             prune(history, LIMIT, archive=folder, chunk=2, now=NOW)
     with reading(history) as conn:

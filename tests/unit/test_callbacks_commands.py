@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,27 @@ def test_retry_takes_ids_or_all_and_not_both(url: str, engine: Engine) -> None:
     assert "0 are sent" in run(url, "retry", "--all", "--host", "elsewhere.example.com").stdout
     assert "1 is sent again" in run(url, "retry", "--all", "--host", HOST).stdout
     assert "0 are sent" in run(url, "retry", second).stdout
+
+
+def test_prune_says_what_it_keeps_and_why(url: str, engine: Engine) -> None:
+    ended = datetime.now(UTC) - timedelta(days=9)
+    with engine.begin() as conn:
+        job = NewJob("m", "tokenmill.m", {}, {}, id="j1", callback=NewCallback(URL, HOST), created_at=ended)
+        insert_jobs(conn, [job])
+        request_cancel(conn, ["j1"], at=ended)
+    words = ["db", "prune", "--older-than", "7d", "--database-url", url]
+    dry = CliRunner().invoke(app, [*words, "--dry-run"]).stdout
+    assert "would keep 1 jobs and batches" in dry
+    done = CliRunner().invoke(app, words).stdout
+    assert "deleted 0 jobs" in done
+    assert "kept 1 jobs and batches" in done
+    assert "tokenmill callbacks list --state due" in done
+    with engine.begin() as conn:
+        (claim,) = claim_due(conn, HOST, 9, database_now(conn), timedelta(seconds=60))
+        assert record_failed(conn, claim, "HTTP 410")
+    done = CliRunner().invoke(app, words).stdout
+    assert "deleted 1 jobs" in done
+    assert "kept" not in done
 
 
 def test_secret_prints_a_fresh_one(url: str) -> None:

@@ -110,7 +110,8 @@ def prune(
 
     The fleet may run meanwhile.
 
-    Roll-ups are brought up to date first and stay, so that the throughput history goes on.
+    Roll-ups are brought up to date first and stay, so that the throughput history goes on. So do jobs and batches
+    whose callbacks are still to be sent.
 
     [bold]Examples[/bold]
 
@@ -131,11 +132,18 @@ def prune(
         report = prune_rows(
             engine, before, minutes_older_than=minutes, archive=archive, dry_run=dry_run, now=now
         )
-    counts = {name.replace("_", " "): count for name, count in asdict(report).items() if name != "dry_run"}
+    others = ("dry_run", "kept")
+    counts = {name.replace("_", " "): count for name, count in asdict(report).items() if name not in others}
     if minutes is None:
         del counts["minutes"]
     verb = "would delete" if report.dry_run else "deleted"
     typer.echo(f"{verb} " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    if report.kept:
+        verb = "would keep" if report.dry_run else "kept"
+        typer.echo(
+            f"{verb} {report.kept:,} jobs and batches of that age, whose callbacks are still to be sent "
+            "(tokenmill callbacks list --state due)"
+        )
 
 
 @app.command()
