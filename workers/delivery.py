@@ -257,6 +257,8 @@ class DeliveryTable:
         run = self._runs.get(claim.job_id)
         if claim.kind is ClaimKind.CLAIMED:
             self._runs.begin(delivery, claim)
+        elif delivery.abandoned:
+            self._endings.leave(delivery)
         elif run is not None:
             # Also when it reads as terminal: our own commit is on its way here.
             self._runs.join(delivery, run)

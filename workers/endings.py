@@ -81,15 +81,21 @@ class Endings:
         self._tracer.ended(delivery, states.REVOKED)
         self._last(delivery.request.end)
 
-    def time_out(self, delivery: Delivery) -> None:
-        """Celery's own path for a hard time limit: stores the failure, calls errbacks, acknowledges."""
+    def time_out(self, delivery: Delivery, joined: Sequence[Delivery] = ()) -> None:
+        """Celery's own path for a hard time limit: stores the failure, calls errbacks, acknowledges.
+
+        The end follows the failure, as it does where the tracer tells of them; then the deliveries that joined.
+        """
 
         def act() -> None:
             delivery.request.settle()
-            if delivery.timeout is not None:
-                delivery.timeout(False, delivery.hard_s)
+            try:
+                if delivery.timeout is not None:
+                    delivery.timeout(False, delivery.hard_s)
+            finally:
+                self._tracer.ended(delivery, states.FAILURE, TimeLimitExceeded(delivery.hard_s))
+                self._end_joined(joined)
 
-        self._tracer.ended(delivery, states.FAILURE, TimeLimitExceeded(delivery.hard_s))
         self._last(act)
 
     def trace(
@@ -109,11 +115,7 @@ class Endings:
             return
 
         def then() -> None:
-            for other in joined:
-                if other.ending is not None:
-                    self.acknowledge_ending(other)
-                else:
-                    self.drop(other)
+            self._end_joined(joined)
             self.forget()
 
         if outcome.state not in (JobState.CANCELLED, JobState.EXPIRED):
@@ -126,6 +128,13 @@ class Endings:
         self.trace(
             delivery, Outcome(delivery.job_id, delivery.model, JobState.FAILED, None, name, str(error))
         )
+
+    def _end_joined(self, joined: Sequence[Delivery]) -> None:
+        for other in joined:
+            if other.ending is not None:
+                self.acknowledge_ending(other)
+            else:
+                self.drop(other)
 
     def _last(self, action: Action) -> None:
         def act() -> None:

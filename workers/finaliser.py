@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import redis
 from billiard.einfo import ExceptionInfo
-from celery.exceptions import BackendError
 from celery.utils.log import get_logger
-from kombu.exceptions import OperationalError
 
 from models_db.errors import WriterStoppedError
 from workers.intake import Call, Delivery
+from workers.results import BACKEND_AWAY
 from workers.tasks import GenerateTask, Outcome
 from workers.tracing import Beginning, is_watched
 
 logger = get_logger(__name__)
 
-BACKEND_AWAY = (redis.ConnectionError, redis.TimeoutError, OperationalError, BackendError, OSError)
 T = TypeVar("T")
 Action = Callable[[], None]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from celery import signals
 from celery.exceptions import Ignore
 from celery.utils.log import get_logger
 from celery.worker import state
@@ -14,6 +15,7 @@ from celery.worker.request import Request
 from models_db.tables import JobState
 from workers.leases import give_back
 from workers.payload import describe
+from workers.results import BACKEND_AWAY
 from workers.revokes import revoked_here
 from workers.stored import names_links
 
@@ -52,6 +54,7 @@ class GenerateRequest(QuietRequest):
     acknowledged: bool = False
     settled = False
     abandoned = False
+    untold = False  # Celery's result backend was away and does not know of its end
     delivery: Delivery | None = None
     beginning: Beginning | None = None  # once the backend has begun its job
 
@@ -120,6 +123,28 @@ class GenerateRequest(QuietRequest):
         """The job's end is committed: from now on the message may be acknowledged."""
         self.settled = True
 
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        """As Celery's. Where its result backend is away the job ends all the same, and a further delivery tells it."""
+        try:
+            super()._announce_revoked(reason, terminated, signum, expired)
+        except BACKEND_AWAY as exc:
+            logger.warning("Celery's result backend does not take job %s (%r); again later", self.id, exc)
+            self.untold = True
+            if not self.settled:
+                self.acknowledge()
+            self._already_revoked = True
+            signals.task_revoked.send(
+                self.task, request=self._context, terminated=terminated, signum=signum, expired=expired
+            )
+
+    def on_timeout(self, soft: bool, timeout: float | None) -> None:
+        """As Celery's, with the same exception."""
+        try:
+            super().on_timeout(soft, timeout)
+        except BACKEND_AWAY as exc:
+            logger.warning("Celery's result backend does not take job %s (%r); again later", self.id, exc)
+            self.hand_back(front=False)
+
     def end(self) -> None:
         """Acknowledge a revoked or expired request, whose terminal row is committed."""
         self.settled = True
@@ -127,7 +152,10 @@ class GenerateRequest(QuietRequest):
             # Celery announces a termination only of what has started, and this never will.
             _, signum = self._terminate_on_ack
             self._announce_revoked("terminated", True, signum, False)
-        self.drop()
+        if self.untold:
+            self.hand_back(front=False)
+        else:
+            self.drop()
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> None:
         """As Celery's. A job that was cancelled by other means than Celery's is revoked to those who watch events."""

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import redis
 from celery.backends.redis import RedisBackend, SentinelBackend
+from celery.exceptions import BackendError
+from kombu.exceptions import OperationalError
+
+BACKEND_AWAY = (redis.ConnectionError, redis.TimeoutError, OperationalError, BackendError, OSError)
+"""What Celery's result backends raise while theirs does not answer."""
 
 OVERRIDES = {
     "redis": "workers.results:GatheringRedisBackend",

@@ -407,11 +407,7 @@ class Runs:
         # The run's end is signalled once, by the delivery that tells Celery of it; the others follow.
         first, *others = waiting
         if run.limit_hit is Limit.HARD and outcome.state is JobState.EXPIRED and first.timeout is not None:
-            self._endings.time_out(first)
-            for delivery in others:
-                self._endings.drop(delivery)
-            for delivery in revoked:
-                self._endings.acknowledge_ending(delivery)
+            self._endings.time_out(first, [*others, *revoked])
         else:
             self._endings.trace(first, outcome, run.runtime_s, [*others, *revoked])
 

@@ -87,6 +87,7 @@ def test_each_other_end_has_its_signals(fleet: CeleryFleet) -> None:
     )
     said = {one: {note["what"]: note for note in fleet.seen(one)} for one in ends}
     assert "UnknownModelError" in said[bad.id]["task_failure"]["exception"]
+    assert names(fleet.seen(hard.id)) == ["received", "prerun", "failure", "postrun"]
     assert said[hard.id]["task_postrun"]["state"] == "FAILURE"
     assert "TimeLimitExceeded" in said[hard.id]["task_failure"]["exception"]
     assert said[hard.id]["task_postrun"]["at"] - said[hard.id]["task_prerun"]["at"] >= 0.3 - GRAIN_S

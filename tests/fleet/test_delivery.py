@@ -241,6 +241,44 @@ def test_a_run_with_a_revoked_delivery_is_ended_by_the_other(world: World) -> No
     assert worker.table.pending == 0
 
 
+def test_a_delivery_that_is_cancelled_while_its_claim_is_on_the_way_is_left_alone(world: World) -> None:
+    worker = world.worker()
+    worker.deliver("j")
+    world.run()
+    worker.backend.finish("j")
+    world.run()
+    worker.store.away = True
+    late = worker.deliver("j")
+    world.run()
+    late.abandoned = True
+    assert late.delivery is not None
+    late.delivery.terminate()
+    worker.table.run_pending()
+    worker.store.settle()
+    world.run()
+    assert (late.log, late.outcome, worker.table.pending) == ([], None, 0)
+    assert worker.tracer.traced == ["j"], "the first one"
+
+
+def test_after_a_hard_limit_the_failure_comes_first_and_then_the_end(world: World) -> None:
+    worker = world.worker()
+    requests = [worker.deliver("j", hard_s=5.0), worker.deliver("j", hard_s=5.0)]
+    world.run()
+    told: list[list[tuple[str, str]]] = []
+    assert requests[0].delivery is not None
+    on_timeout = requests[0].on_timeout
+    requests[0].delivery.timeout = lambda *args: (
+        told.append(list(worker.tracer.signalled)),
+        on_timeout(*args),
+    )[0]  # type: ignore[func-returns-value]
+    world.clock.seconds += 5
+    world.run()
+    assert told == [[("j", "began")] * 2]
+    assert worker.tracer.signalled[2:] == [("j", "FAILURE"), ("j", "IGNORED")]
+    assert [request.log[-1] for request in requests] == ["acknowledged"] * 2
+    assert worker.table.pending == 0
+
+
 @pytest.mark.parametrize("why", ["cancelled", "expired", "expired before the backend"])
 def test_what_ends_before_it_gets_a_slot_has_not_started(world: World, why: str) -> None:
     worker = world.worker()

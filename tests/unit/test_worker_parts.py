@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
+from celery.backends.base import Backend
 from celery.utils.saferepr import saferepr
 from celery.worker import state
 from kombu.exceptions import OperationalError
@@ -229,6 +231,40 @@ def test_an_abandoned_request_is_never_acknowledged() -> None:
     request.hand_back()
     assert message.acknowledged == 0
     assert table.revoked == []
+
+
+class BackendAway(Backend):  # type: ignore[misc]
+    """A result backend that does not answer."""
+
+    def _store_result(self, *_: Any, **__: Any) -> None:
+        raise redis.ConnectionError("away")
+
+
+@pytest.mark.parametrize("end", ["revoked", "terminated while it waited", "hard limit"])
+def test_an_end_that_the_result_backend_does_not_take_is_told_by_a_further_delivery(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Celery would leave the message in flight for ever, and a revoked job in its place."""
+    message = Message(BODY)
+    request, table = request_of(message)
+    request.task.backend = BackendAway(request.task.app)
+    given_back: list[bool] = []
+    monkeypatch.setattr("workers.request.give_back", lambda *_, front: given_back.append(front))
+    monkeypatch.setattr("celery.worker.request.revoked_tasks", {"j"})
+    if end == "revoked":
+        assert request.revoked()
+        assert table.revoked == [("j", JobState.CANCELLED)], "its end is committed all the same"
+        assert given_back == []
+        request.end()
+    elif end == "terminated while it waited":
+        request._terminate_on_ack = (None, 15)
+        request.end()
+    else:
+        request.settle()
+        request.on_timeout(False, 1.0)
+    assert given_back == [False]
+    request.end()
+    assert (given_back, message.acknowledged) == ([False], 0), "and is not acknowledged"
 
 
 # -------------------------------------------------------------------------------------- mailbox, threads, actor
