@@ -56,7 +56,7 @@ def test_a_batch_that_cannot_be_ended_keeps_nothing_else_from_being_told(
             raise RuntimeError("read timeout")
         return finish_batch_if_done(conn, batch_id)
 
-    monkeypatch.setattr("workers.callbacks.sender.finish_batch_if_done", finish_it)
+    monkeypatch.setattr("workers.callbacks.batch_ends.finish_batch_if_done", finish_it)
     hooks = Hooks()
     sender = sender_for(world, hooks)
     now = 0.0
@@ -105,7 +105,7 @@ def test_a_batch_whose_lines_are_missing_is_not_counted_at_each_look(
         counted.append(batch_id)
         return finish_batch_if_done(conn, batch_id)
 
-    monkeypatch.setattr("workers.callbacks.sender.finish_batch_if_done", finish_it)
+    monkeypatch.setattr("workers.callbacks.batch_ends.finish_batch_if_done", finish_it)
     hooks = Hooks()
     sender = sender_for(world, hooks)
     now = 0.0

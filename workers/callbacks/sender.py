@@ -21,16 +21,13 @@ from typing import Protocol
 from sqlalchemy import Connection, Engine
 
 from backend.api import RequestError
-from models_db.batches import finish_batch_if_done
 from models_db.callback_ends import BatchEnd, JobEnd, batch_ends, job_ends
 from models_db.callbacks import (
     SCHEMES,
     DueCallback,
-    batches_to_end,
     claim_due,
     database_now,
     due_hosts,
-    lock_free_batch,
     overdue,
     record_delivered,
     record_failed,
@@ -38,7 +35,9 @@ from models_db.callbacks import (
 )
 from models_db.faults import summary
 from models_db.session import reading, transaction
+from workers.callbacks.batch_ends import BatchEnder
 from workers.callbacks.body import event_of
+from workers.callbacks.pauses import Pause
 from workers.callbacks.schedule import Answer, Decision, Verdict, decide
 from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.signing import signed_headers
@@ -47,9 +46,6 @@ from workers.callbacks.urls import CallbackRules, CallbackUrl, check_callback_ur
 log = logging.getLogger("tokenmill.callbacks")
 
 POLL_S = 1.0
-BATCHES_EVERY_S = 2.0
-FIRST_BATCH_PAUSE_S = 10.0  # of a batch that could not be ended …
-LONGEST_BATCH_PAUSE_S = 600.0  # … and so long at most, however often
 NEXT_HOSTS_S = 0.05  # when a look did not come to the end of the hosts
 AWAY_S = 5.0  # between two looks while the database does not answer
 LOOK_S = 10.0  # then a look sends what it has taken: the leases run, and the database may be slow
@@ -88,21 +84,6 @@ class Counts:
     delivered: int = 0
     postponed: int = 0
     failed: int = 0
-
-
-@dataclass(slots=True)
-class _Pause:
-    """Of a host that does not answer well, as a whole, beside the pauses of its callbacks; or of a batch."""
-
-    failures: int = 0
-    until: float = 0.0
-
-    def lengthen(self, now: float, first_s: float, longest_s: float, asked_s: float = 0.0) -> float:
-        """One more failure: pause from now on, twice as long as before; for how long."""
-        self.failures += 1
-        pause_s = min(max(first_s * 2.0 ** min(self.failures - 1, 10), asked_s), longest_s)
-        self.until = now + pause_s
-        return pause_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +141,12 @@ class CallbackSender:
         self._monotonic = monotonic
         self._spread = spread or random.Random()
         self._busy: Counter[str] = Counter()
-        self._pauses: dict[str, _Pause] = {}
-        self._batch_pauses: dict[str, _Pause] = {}
+        self._batches = BatchEnder(engine, lambda: self._monotonic())
+        self._pauses: dict[str, Pause] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._after = ""
         self._named: set[str] = set()
-        self._next_batches = 0.0
         self._fault = ""
 
     async def run(self, stop: asyncio.Event, *, away_s: float = AWAY_S) -> None:
@@ -212,9 +192,7 @@ class CallbackSender:
 
     def _look(self) -> _Look:
         """Take what there are hands for, a share for each host."""
-        if self._monotonic() >= self._next_batches:
-            self._next_batches = self._monotonic() + BATCHES_EVERY_S
-            self._end_batches()
+        self._batches.look()
         look = _Look()
         free = self._limits.in_all - self._busy.total()
         if free <= 0:  # the turn stays with those who come next
@@ -310,44 +288,6 @@ class CallbackSender:
         ends.update(batches)
         return [_Taken(claim, ends.get(claim.job_id or claim.batch_id)) for claim in claims], now
 
-    def _end_batches(self) -> None:
-        """A batch that was started with ``--no-wait`` has nobody else who sees its end.
-
-        One that cannot be ended, because its jobs take too long to count or lines are missing, keeps nothing else from
-        being told: it gets a pause. One that somebody else holds, who may be ending it, is not waited for.
-        """
-
-        def end(conn: Connection, batch_id: str) -> bool:
-            """Whether there is nothing more to do for now."""
-            return not lock_free_batch(conn, batch_id) or finish_batch_if_done(conn, batch_id) is not None
-
-        try:
-            with reading(self._engine) as conn:
-                ready = batches_to_end(conn, 100 + len(self._batch_pauses))
-        except Exception as exc:  # where the whole database is away, who looks for hosts says so next
-            log.error("batches that are to be ended cannot be looked for: %s", summary(exc))
-            return
-        self._batch_pauses = {each: self._batch_pauses[each] for each in ready if each in self._batch_pauses}
-        for batch_id in ready:
-            pause = self._batch_pauses.get(batch_id)
-            if pause is not None and self._monotonic() < pause.until:
-                continue
-            try:
-                well = transaction(self._engine, partial(end, batch_id=batch_id), tries=1)
-            except Exception as exc:
-                pause = self._batch_pauses.setdefault(batch_id, _Pause())
-                pause_s = pause.lengthen(self._monotonic(), FIRST_BATCH_PAUSE_S, LONGEST_BATCH_PAUSE_S)
-                log.error(
-                    "batch %s cannot be ended: %s. Tried again in %.0f s; other callbacks go on",
-                    batch_id, summary(exc), pause_s,
-                )  # fmt: skip
-                return
-            if well:
-                self._batch_pauses.pop(batch_id, None)
-            else:  # lines are missing: it is not counted again at each look
-                pause = self._batch_pauses.setdefault(batch_id, _Pause())
-                pause.lengthen(self._monotonic(), FIRST_BATCH_PAUSE_S, FIRST_BATCH_PAUSE_S)
-
     def _record(self, claim: DueCallback, answer: Answer) -> Decision:
         def write(conn: Connection) -> Decision:
             now = database_now(conn)
@@ -436,7 +376,7 @@ class CallbackSender:
             return  # of the same volley
         if len(self._pauses) >= _MOST_PAUSES:  # hosts that were never heard of again
             self._pauses = {each: it for each, it in self._pauses.items() if self._monotonic() < it.until}
-        pause = self._pauses.setdefault(host, _Pause())
+        pause = self._pauses.setdefault(host, Pause())
         asked_s = answer.retry_after_s or 0.0
         pause.lengthen(self._monotonic(), _FIRST_HOST_PAUSE_S, _LONGEST_HOST_PAUSE_S, asked_s)
 
