@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from django.conf import settings
@@ -27,15 +27,48 @@ from django.views.decorators.http import require_GET, require_POST
 
 from backend.api import RequestError
 from models_db.errors import DatabaseError, UnknownJobError
-from workers.client import Client, JobFailedError, JobNotFinishedError
+from workers.broker import BrokerUnavailableError
+from workers.client import Client, JobFailedError, JobNotFinishedError, TenantLimitError
+
+TENANT = "web"  # whose limits hold; in an application with users, who is signed in
+UNAVAILABLE = (
+    "the service cannot be reached now. Ask again"  # the error's own text names hosts: it is for the log
+)
 
 settings.configure(
     ALLOWED_HOSTS=["localhost", "127.0.0.1"],
+    MIDDLEWARE=[f"{__name__}.Refusals"],
     ROOT_URLCONF=__name__,
     SECRET_KEY=os.environ.get("DJANGO_SECRET_KEY", "only for this example"),
 )
 log = logging.getLogger(__name__)
 client = Client()  # safe to share between threads; connects when first used
+
+
+class Refusals:
+    """What the client's errors are answered with."""
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+        self._get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        return self._get_response(request)
+
+    def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
+        """The answer to an error of a view; none to one that is a fault of ours."""
+        if isinstance(error, RequestError):  # the caller's mistake: names the field, the value and the fix
+            return JsonResponse(error.to_dict(), status=422)
+        if isinstance(error, UnknownJobError):
+            return JsonResponse({"message": str(error)}, status=404)
+        if not isinstance(error, DatabaseError):
+            return None
+        log.warning("%s", error)
+        if isinstance(
+            error, TenantLimitError
+        ):  # as much is open as may be; room comes as soon as something ends
+            message = "too many questions already. Ask again in a moment"
+            return JsonResponse({"message": message}, status=429, headers={"Retry-After": "2"})
+        return JsonResponse({"message": UNAVAILABLE}, status=503, headers={"Retry-After": "1"})
 
 
 @csrf_exempt
@@ -44,16 +77,10 @@ def ask(request: HttpRequest) -> HttpResponse:
     """Accept a question; the answer comes later, under the id."""
     try:
         text = json.loads(request.body)["text"]
-        job = client.submit(
-            messages=[{"role": "user", "content": text}], max_tokens=128, priority=0, stream=True
-        )
     except (ValueError, KeyError, TypeError):
         return JsonResponse({"message": 'send {"text": "…"}'}, status=422)
-    except RequestError as error:
-        return JsonResponse(error.to_dict(), status=422)
-    except DatabaseError as error:  # nothing was accepted; the error's text names hosts, so it is for the log
-        log.warning("%s", error)
-        return JsonResponse({"message": "the service cannot be reached now. Ask again"}, status=503)
+    messages = [{"role": "user", "content": text}]
+    job = client.submit(messages=messages, max_tokens=128, priority=0, stream=True, tenant=TENANT)
     return JsonResponse({"id": job.id}, status=202)
 
 
@@ -62,8 +89,6 @@ def answer(request: HttpRequest, job_id: str) -> HttpResponse:
     """The state, and the answer once there is one."""
     try:
         result = client.result(job_id)
-    except UnknownJobError as error:
-        return JsonResponse({"error": str(error)}, status=404)
     except JobNotFinishedError as error:
         return JsonResponse({"state": error.status.state})
     except JobFailedError as error:
@@ -74,15 +99,19 @@ def answer(request: HttpRequest, job_id: str) -> HttpResponse:
 @require_GET
 def events(request: HttpRequest, job_id: str) -> HttpResponse:
     """The answer as it comes, as server-sent events."""
-    try:
-        client.status(job_id)
-    except UnknownJobError as error:
-        return JsonResponse({"error": str(error)}, status=404)
+    client.status(job_id)
 
     def body() -> Iterator[str]:
-        for event in client.stream(job_id, last_id=request.headers.get("last-event-id")):
-            data = event.text if event.end is None else asdict(event.end)
-            yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+        try:
+            for event in client.stream(job_id, last_id=request.headers.get("last-event-id")):
+                data = event.text if event.end is None else asdict(event.end)
+                yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+        except (
+            BrokerUnavailableError,
+            DatabaseError,
+        ) as error:  # the reader comes again, behind the last event
+            log.warning("%s", error)
+            yield f"retry: 2000\nevent: problem\ndata: {json.dumps(UNAVAILABLE)}\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or a proxy may hold the tokens back
     return StreamingHttpResponse(body(), content_type="text/event-stream", headers=headers)

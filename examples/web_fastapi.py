@@ -22,18 +22,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from backend.api import RequestError
-from models_db.errors import DatabaseError, UnknownJobError
+from models_db.errors import DatabaseError, IdempotencyConflictError, UnknownJobError
 from workers.broker import BrokerUnavailableError
-from workers.client import AsyncClient, JobFailedError, JobNotFinishedError
+from workers.client import AsyncClient, JobFailedError, JobNotFinishedError, TenantLimitError
 
 log = logging.getLogger(__name__)
 NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or a proxy may hold the tokens back
 UNAVAILABLE = "The service cannot be reached now"  # the error's own text names hosts: it is for the log
+TENANT = "web"  # whose limits hold; in an application with users, who is signed in
 
 
 class Question(BaseModel):
@@ -54,23 +55,52 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(lifespan=lifespan)
 
 
+@app.exception_handler(RequestError)
+async def wrong(request: Request, error: RequestError) -> JSONResponse:
+    """The caller's mistake: names the field, the value and the fix."""
+    return JSONResponse({"detail": error.to_dict()}, 422)
+
+
+@app.exception_handler(UnknownJobError)
+async def unknown(request: Request, error: UnknownJobError) -> JSONResponse:
+    """Nobody asked this question."""
+    return JSONResponse({"detail": str(error)}, 404)
+
+
+@app.exception_handler(IdempotencyConflictError)
+async def conflict(request: Request, error: IdempotencyConflictError) -> JSONResponse:
+    """The key belongs to another question."""
+    return JSONResponse({"detail": str(error)}, 409)
+
+
+@app.exception_handler(TenantLimitError)
+async def too_much(request: Request, error: TenantLimitError) -> JSONResponse:
+    """As much is open as may be; room comes as soon as something ends."""
+    log.warning("%s", error)
+    detail = "There are too many questions already. Ask again in a moment."
+    return JSONResponse({"detail": detail}, 429, headers={"Retry-After": "2"})
+
+
+@app.exception_handler(DatabaseError)
+async def unavailable(request: Request, error: DatabaseError) -> JSONResponse:
+    """Nothing was accepted or changed."""
+    log.warning("%s", error)
+    detail = f"{UNAVAILABLE}. Nothing was accepted; ask again."
+    return JSONResponse({"detail": detail}, 503, headers={"Retry-After": "1"})
+
+
 @app.post("/questions", status_code=202)
 async def ask(question: Question, request: Request) -> dict[str, str]:
     """Accept a question; the answer comes later, under the id."""
     client: AsyncClient = request.app.state.tokenmill
-    try:
-        job = await client.submit(
-            messages=[{"role": "user", "content": question.text}],
-            max_tokens=question.max_tokens,
-            priority=0,
-            stream=True,
-            idempotency_key=request.headers.get("idempotency-key"),
-        )
-    except RequestError as error:  # the caller's mistake: names the field, the value and the fix
-        raise HTTPException(422, error.to_dict()) from error
-    except DatabaseError as error:  # nothing was accepted
-        log.warning("%s", error)
-        raise HTTPException(503, f"{UNAVAILABLE}. Nothing was accepted; ask again.") from error
+    job = await client.submit(
+        messages=[{"role": "user", "content": question.text}],
+        max_tokens=question.max_tokens,
+        priority=0,
+        stream=True,
+        tenant=TENANT,
+        idempotency_key=request.headers.get("idempotency-key"),
+    )
     return {"id": job.id}
 
 
@@ -80,8 +110,6 @@ async def answer(job_id: str, request: Request) -> dict[str, Any]:
     client: AsyncClient = request.app.state.tokenmill
     try:
         result = await client.result(job_id)
-    except UnknownJobError as error:
-        raise HTTPException(404, str(error)) from error
     except JobNotFinishedError as error:
         return {"state": error.status.state}
     except JobFailedError as error:
@@ -93,20 +121,14 @@ async def answer(job_id: str, request: Request) -> dict[str, Any]:
 async def cancel(job_id: str, request: Request) -> dict[str, str]:
     """Stop it; an answer that is coming ends within a second or so."""
     client: AsyncClient = request.app.state.tokenmill
-    try:
-        return {"state": await client.cancel(job_id)}
-    except UnknownJobError as error:
-        raise HTTPException(404, str(error)) from error
+    return {"state": await client.cancel(job_id)}
 
 
 @app.get("/questions/{job_id}/events")
 async def events(job_id: str, request: Request, last_id: str = "") -> StreamingResponse:
     """The answer as it comes, as server-sent events; a browser that lost its connection goes on where it was."""
     client: AsyncClient = request.app.state.tokenmill
-    try:
-        await client.status(job_id)
-    except UnknownJobError as error:
-        raise HTTPException(404, str(error)) from error
+    await client.status(job_id)
     last = request.headers.get("last-event-id") or last_id or None
 
     async def body() -> AsyncIterator[str]:

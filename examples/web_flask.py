@@ -19,10 +19,42 @@ from flask import Flask, Response, request
 
 from backend.api import RequestError
 from models_db.errors import DatabaseError, UnknownJobError
-from workers.client import Client, JobFailedError, JobNotFinishedError
+from workers.broker import BrokerUnavailableError
+from workers.client import Client, JobFailedError, JobNotFinishedError, TenantLimitError
+
+TENANT = "web"  # whose limits hold; in an application with users, who is signed in
+UNAVAILABLE = (
+    "the service cannot be reached now. Ask again"  # the error's own text names hosts: it is for the log
+)
 
 app = Flask(__name__)
 client = Client()  # safe to share between threads; connects when first used
+
+
+@app.errorhandler(RequestError)
+def wrong(error: RequestError) -> tuple[dict[str, Any], int]:
+    """The caller's mistake: names the field, the value and the fix."""
+    return error.to_dict(), 422
+
+
+@app.errorhandler(UnknownJobError)
+def unknown(error: UnknownJobError) -> tuple[dict[str, Any], int]:
+    """Nobody asked this question."""
+    return {"message": str(error)}, 404
+
+
+@app.errorhandler(TenantLimitError)
+def too_much(error: TenantLimitError) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """As much is open as may be; room comes as soon as something ends."""
+    app.logger.warning("%s", error)
+    return {"message": "too many questions already. Ask again in a moment"}, 429, {"Retry-After": "2"}
+
+
+@app.errorhandler(DatabaseError)
+def unavailable(error: DatabaseError) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """Nothing was accepted."""
+    app.logger.warning("%s", error)
+    return {"message": UNAVAILABLE}, 503, {"Retry-After": "1"}
 
 
 @app.post("/questions")
@@ -32,15 +64,8 @@ def ask() -> tuple[dict[str, Any], int]:
     text = sent.get("text") if isinstance(sent, dict) else None
     if not isinstance(text, str):
         return {"message": 'send {"text": "…"}'}, 422
-    try:
-        job = client.submit(
-            messages=[{"role": "user", "content": text}], max_tokens=128, priority=0, stream=True
-        )
-    except RequestError as error:
-        return error.to_dict(), 422
-    except DatabaseError as error:  # nothing was accepted; the error's text names hosts, so it is for the log
-        app.logger.warning("%s", error)
-        return {"message": "the service cannot be reached now. Ask again"}, 503
+    messages = [{"role": "user", "content": text}]
+    job = client.submit(messages=messages, max_tokens=128, priority=0, stream=True, tenant=TENANT)
     return {"id": job.id}, 202
 
 
@@ -49,8 +74,6 @@ def answer(job_id: str) -> tuple[dict[str, Any], int]:
     """The state, and the answer once there is one."""
     try:
         result = client.result(job_id)
-    except UnknownJobError as error:
-        return {"error": str(error)}, 404
     except JobNotFinishedError as error:
         return {"state": error.status.state}, 200
     except JobFailedError as error:
@@ -59,18 +82,22 @@ def answer(job_id: str) -> tuple[dict[str, Any], int]:
 
 
 @app.get("/questions/<job_id>/events")
-def events(job_id: str) -> Response | tuple[dict[str, Any], int]:
+def events(job_id: str) -> Response:
     """The answer as it comes, as server-sent events."""
-    try:
-        client.status(job_id)
-    except UnknownJobError as error:
-        return {"error": str(error)}, 404
+    client.status(job_id)
     last_id = request.headers.get("last-event-id")
 
     def body() -> Iterator[str]:
-        for event in client.stream(job_id, last_id=last_id):
-            data = event.text if event.end is None else asdict(event.end)
-            yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+        try:
+            for event in client.stream(job_id, last_id=last_id):
+                data = event.text if event.end is None else asdict(event.end)
+                yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+        except (
+            BrokerUnavailableError,
+            DatabaseError,
+        ) as error:  # the reader comes again, behind the last event
+            app.logger.warning("%s", error)
+            yield f"retry: 2000\nevent: problem\ndata: {json.dumps(UNAVAILABLE)}\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or a proxy may hold the tokens back
     return Response(body(), mimetype="text/event-stream", headers=headers)

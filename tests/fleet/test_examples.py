@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,26 +78,35 @@ SERVERS = {
 }
 
 
-@pytest.fixture(params=sorted(SERVERS))
-def web(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
-    """The address of each example application in turn."""
+@contextmanager
+def serving(name: str, environment: dict[str, str], folder: Path) -> Iterator[str]:
+    """The address of the running example."""
     port = free_port()
-    command = [sys.executable, *(part.format(port=port) for part in SERVERS[request.param])]
-    with (tmp_path / "web.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+    command = [sys.executable, *(part.format(port=port) for part in SERVERS[name])]
+    with (folder / "web.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
         url = f"http://127.0.0.1:{port}"
 
         def answers() -> bool:
             try:
-                return httpx2.get(f"{url}/questions/none").status_code == 404
+                return httpx2.get(f"{url}/questions").status_code == 405  # it can only be posted to
             except httpx2.TransportError:
-                assert process.poll() is None, (tmp_path / "web.log").read_text()
+                assert process.poll() is None, (folder / "web.log").read_text()
                 return False
 
-        wait_until(answers, 60, "the application to answer")
+        try:
+            wait_until(answers, 60, "the application to answer")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(params=sorted(SERVERS))
+def web(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
+    """The address of each example application in turn."""
+    with serving(request.param, environment, tmp_path) as url:
         yield url
-        process.terminate()
-        process.wait(20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,8 @@ def test_each_web_example_accepts_streams_and_answers(web: str) -> None:
     assert "NUL" in refused.text
     for body in ({}, {"text": 5}, [1]):
         assert httpx2.post(f"{web}/questions", json=body).status_code == 422
-    assert httpx2.get(f"{web}/questions/none/events").status_code == 404
+    for path in ("none", "none/events"):
+        assert httpx2.get(f"{web}/questions/{path}").status_code == 404
 
 
 def test_each_web_example_sends_text_before_the_answer_is_whole_and_resumes(web: str) -> None:
@@ -157,3 +168,45 @@ def test_each_web_example_sends_text_before_the_answer_is_whole_and_resumes(web:
     assert len(pieces) > 1
     assert end.data["state"] == "succeeded"
     assert got + rest == httpx2.get(address).json()["text"], "nothing is missing and nothing came twice"
+
+
+@pytest.mark.parametrize("name", sorted(SERVERS))
+def test_each_web_example_asks_a_full_tenant_to_come_again(
+    name: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    limited = environment | {"TOKENMILL_TENANT_LIMITS": '{"web": {"jobs": 1}}'}
+    with serving(name, limited, tmp_path) as web:
+        words = " ".join(f"word{number}" for number in range(50))
+        assert httpx2.post(f"{web}/questions", json={"text": words}).status_code == 202
+        refused = httpx2.post(f"{web}/questions", json={"text": "one more"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert "sk again" in refused.text
+
+
+@pytest.mark.parametrize("name", sorted(SERVERS))
+def test_each_web_example_says_that_the_service_is_away_and_not_where_it_is(
+    name: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    away = environment | {"TOKENMILL_DATABASE_URL": f"postgresql://someone@127.0.0.1:{free_port()}/secret"}
+    with serving(name, away, tmp_path) as web:
+        answers = [
+            httpx2.post(f"{web}/questions", json={"text": "is anybody there?"}, timeout=30),
+            httpx2.get(f"{web}/questions/none", timeout=30),
+            httpx2.get(f"{web}/questions/none/events", timeout=30),
+        ]
+        if name == "fastapi":  # the one that has a way to stop
+            answers.append(httpx2.post(f"{web}/questions/none/cancel", timeout=30))
+    for answer in answers:
+        assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
+        assert "cannot be reached now" in answer.text
+        assert "secret" not in answer.text
+
+
+def test_the_fastapi_example_refuses_a_key_that_belongs_to_another_question(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    with serving("fastapi", environment, tmp_path) as web:
+        key = {"idempotency-key": "example-1"}
+        assert httpx2.post(f"{web}/questions", json={"text": "one"}, headers=key).status_code == 202
+        assert httpx2.post(f"{web}/questions", json={"text": "two"}, headers=key).status_code == 409
+        assert httpx2.post(f"{web}/questions/none/cancel").status_code == 404

@@ -287,7 +287,7 @@ def test_completions_report_log_probabilities(client: openai.OpenAI) -> None:
         ({"prompt": []}, "prompt"),
         (
             {"extra_body": {"max_completion_tokens": 5}},
-            "max_completion_tokens: no such field \(got 5\). Use max_tokens",
+            r"max_completion_tokens: no such field \(got 5\). Use max_tokens",
         ),
         ({"extra_body": {"messages": []}}, "messages: .*/v1/chat/completions"),
     ],
