@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+
+from models_db.entropy import random_bytes
 
 _NS_PER_MS = 1_000_000
 
 
-def uuid7(clock_ns: Callable[[], int] = time.time_ns, entropy: Callable[[int], bytes] = os.urandom) -> str:
+def uuid7(clock_ns: Callable[[], int] = time.time_ns, entropy: Callable[[int], bytes] = random_bytes) -> str:
     """A new id as 36 characters of lower-case text.
 
     The 12 bits after the milliseconds hold the fraction of the millisecond (method 3 of RFC 9562, section 6.2),

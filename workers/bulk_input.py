@@ -258,7 +258,8 @@ class _SeenIds:
 
     def checked(self, rows: Sequence[BulkLine | LineError]) -> Iterator[BulkLine | LineError]:
         """The rows, remembered; in place of some, errors that say which earlier row had the id."""
-        # Two statements for many rows: each lets another thread in, which costs more than the statement.
+        # Two statements for many rows, and never executemany: each step lets another thread in, which costs more
+        # than the step.
         asked = json.dumps([row.custom_id for row in rows if _storable(row.custom_id)], ensure_ascii=False)
         select = "SELECT custom_id, line FROM seen WHERE custom_id IN (SELECT value FROM json_each(?))"
         seen: dict[str, int] = dict(self._ids.execute(select, (asked,)).fetchall())
@@ -272,7 +273,11 @@ class _SeenIds:
                 checked.append(row)
             else:
                 checked.append(_used_before(row, first))
-        self._ids.executemany("INSERT INTO seen VALUES (?, ?)", new)
+        insert = """
+            INSERT INTO seen
+            SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(?)
+        """
+        self._ids.execute(insert, (json.dumps(new, ensure_ascii=False),))
         yield from checked
 
     def close(self) -> None:

@@ -250,7 +250,7 @@ def test_the_forms_of_a_payload_are_what_its_methods_give() -> None:
         temperature=0.25, seed=7, logit_bias={3: 1}, stop="x", tenant="t", priority=6, return_token_ids=True
     )
     forms = Forms.of(made)
-    assert (forms.params, forms.prompt, forms.digest) == (made.params(), made.prompt_json(), made.digest())
+    assert (forms.params, forms.prompt, forms.digest()) == (made.params(), made.prompt_json(), made.digest())
     assert forms.params == made.model_dump(
         mode="json", include=set(SamplingParams.model_fields), exclude_defaults=True
     )

@@ -255,9 +255,9 @@ class Client:
         return Submission(self.payload(fields), idempotency_key=key)
 
     def _new_job(self, submission: Submission, now: datetime) -> NewJob:
-        # The key must find the same job again, so what is compared is the request before a seed is drawn.
         forms = Forms.of(submission.payload)
-        asked_for = forms.digest
+        # The key must find the same job again, so what is compared is the request before a seed is drawn.
+        asked_for = None if submission.idempotency_key is None else forms.digest()
         payload = with_seed(submission.payload)
         if payload is not submission.payload:
             forms = Forms.of(payload)
