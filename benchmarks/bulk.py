@@ -1,6 +1,7 @@
 """A million lines through ``tokenmill bulk``: memory of the submitter, speed in and out, and their order.
 
-    python -m benchmarks.bulk --server postgresql://root@127.0.0.1/test
+    python -m benchmarks.bulk
+    python -m benchmarks.bulk --server postgresql://USER@HOST/DATABASE
 
 makes a database and a Redis of its own, writes a file of so many lines, and runs the real commands on it as processes
 of their own: ``bulk run --no-wait``, then ``bulk export``; their memory is looked at five times a second. In between
@@ -33,6 +34,7 @@ from rich.table import Table
 from sqlalchemy import Engine, make_url, text
 
 from benchmarks.report import RESULTS, keep
+from benchmarks.servers import add_server_option, postgresql
 from models_db.migrate import upgrade
 from models_db.session import make_engine
 from workers.private_redis import PrivateRedis
@@ -349,16 +351,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--server", default="postgresql://root@127.0.0.1/test", help="PostgreSQL; may create databases"
-    )
+    add_server_option(parser)
     parser.add_argument("--lines", type=int, default=LINES)
     parser.add_argument("--work", choices=("echo", "sql"), help="how the jobs are ended")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for bulk.txt and bulk.json")
     options = parser.parse_args()
     work = options.work or ("echo" if options.lines <= ECHO_LINES else "sql")
-    with tempfile.TemporaryDirectory(prefix="tokenmill-bulk-") as folder:
-        tables, data = measure(options.server, options.lines, work, Path(folder))
+    with (
+        postgresql(options.server) as server,
+        tempfile.TemporaryDirectory(prefix="tokenmill-bulk-") as folder,
+    ):
+        tables, data = measure(server, options.lines, work, Path(folder))
     command = f"python -m benchmarks.bulk --lines {options.lines} --work {work}"
     keep("bulk", command, tables, data, folder=options.results)
 

@@ -1,6 +1,7 @@
 """How long the documented queries take on a large history, and what keeping the history costs a worker.
 
-    python -m benchmarks.history --server postgresql://root@127.0.0.1/test
+    python -m benchmarks.history
+    python -m benchmarks.history --server postgresql://USER@HOST/DATABASE
 
 makes a database ``tokenmill_history`` there with a year of roll-ups of 32 workers, 30 days of their samples (one every
 five seconds: 16.6 million) and five million jobs, asks every question of docs/queries.md, writes the times into
@@ -26,6 +27,7 @@ from rich.table import Table
 from sqlalchemy import Engine, make_url, text
 
 from benchmarks.report import keep
+from benchmarks.servers import add_server_option, postgresql
 from models_db.migrate import upgrade
 from models_db.rollups import advance, floor_minute, reopen
 from models_db.session import make_engine, transaction
@@ -160,18 +162,26 @@ FROM generate_series(0, {last}) AS b
 
 
 def main() -> None:
-    """Make, ask, write down, drop."""
+    """Read the options and run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--server", default="postgresql://root@127.0.0.1/test", help="may create databases")
+    add_server_option(parser)
     parser.add_argument("--scale", type=float, default=1.0, help="of the jobs and the days")
     parser.add_argument("--keep", action="store_true", help="do not drop the database")
     parser.add_argument("--reuse", action="store_true", help="ask the database that was kept")
     options = parser.parse_args()
-    url = make_url(options.server).set(database=DATABASE).render_as_string(hide_password=False)
+    if (options.keep or options.reuse) and options.server is None:
+        parser.error("--keep and --reuse need --server: what is kept must be found again")
+    with postgresql(options.server) as server:
+        run(server, options)
+
+
+def run(server: str, options: argparse.Namespace) -> None:
+    """Make, ask, write down, drop."""
+    url = make_url(server).set(database=DATABASE).render_as_string(hide_password=False)
     if not options.reuse:
-        _administer(options.server, f"DROP DATABASE IF EXISTS {DATABASE}", f"CREATE DATABASE {DATABASE}")
+        _administer(server, f"DROP DATABASE IF EXISTS {DATABASE}", f"CREATE DATABASE {DATABASE}")
     engine = make_engine(url)
     try:
         if not options.reuse:
@@ -179,15 +189,14 @@ def main() -> None:
             fill(engine, options.scale)
         tables, data = measure(engine)
         if options.scale == 1.0:
-            command = f"python -m benchmarks.history --server {make_url(options.server).render_as_string()}"
-            keep("history", command, tables, data)
+            keep("history", "python -m benchmarks.history", tables, data)
         else:
             for table in tables:
                 Console().print(table)
     finally:
         engine.dispose()
         if not options.keep:
-            _administer(options.server, f"DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")
+            _administer(server, f"DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")
 
 
 def fill(engine: Engine, scale: float) -> None:

@@ -32,6 +32,7 @@ from sqlalchemy import text
 
 from benchmarks.bulk import own_database
 from benchmarks.report import RESULTS, keep
+from benchmarks.servers import add_server_option, postgresql
 from models_db.migrate import upgrade
 from models_db.session import make_engine
 from workers.client import Client
@@ -220,7 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--server", default="postgresql://root@127.0.0.1/test", help="may create databases")
+    add_server_option(parser)
     parser.add_argument("--backend", choices=("echo", "async"), default="echo")
     parser.add_argument("--repetitions", type=int, default=3, help="each of two pairs of windows")
     parser.add_argument("--window", type=float, default=60.0, help="seconds; a roll-up comes once in 60")
@@ -231,10 +232,11 @@ def main() -> int:
     options = parser.parse_args()
     seconds = options.repetitions * len(PAIRS) * options.window + WARM_S
     jobs = options.jobs or round(seconds * _MARGIN * (1000 if options.backend == "echo" else 10))
-    with tempfile.TemporaryDirectory(prefix="tokenmill-cost-") as folder:
-        windows = run(
-            options.server, options.backend, options.repetitions, options.window, jobs, Path(folder)
-        )
+    with (
+        postgresql(options.server) as server,
+        tempfile.TemporaryDirectory(prefix="tokenmill-cost-") as folder,
+    ):
+        windows = run(server, options.backend, options.repetitions, options.window, jobs, Path(folder))
     ratios, control = compared(windows, _rate_of(options.backend))
     command = (
         f"python -m benchmarks.history_cost --backend {options.backend} --repetitions {options.repetitions} "
