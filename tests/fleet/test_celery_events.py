@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -78,8 +79,9 @@ class Watcher:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CeleryFleet]:
     with celery_fleet(tmp_path_factory.mktemp("events")) as fleet:
         fleet.observed_worker()
-        reply = fleet.app.control.broadcast("enable_events", reply=True, timeout=10, limit=1)
-        assert "enabled" in json.dumps(reply)
+        # A worker says that it is ready just before it listens to what is asked of all.
+        enable = partial(fleet.app.control.broadcast, "enable_events", reply=True, timeout=3, limit=1)
+        wait_until(lambda: "enabled" in json.dumps(enable()), 30, "events")
         yield fleet
 
 

@@ -340,7 +340,8 @@ def test_the_command_restarts_a_killed_worker_and_stops_on_sigterm(make_fleet: M
         "import sys; from workers.cli import main; sys.argv = ['tokenmill', 'worker']; main()",
     ]
     supervisor = fleet.add(WorkerProcess(command, environment=fleet.environment()))
-    worker = fleet.app.control.inspect(timeout=30, limit=1).stats()
+    # A worker says that it is ready just before it listens to what is asked of all.
+    worker = wait_until(lambda: fleet.app.control.inspect(timeout=3, limit=1).stats(), 30, "an answer")
     os.kill(next(iter(worker.values()))["pid"], signal.SIGKILL)
     supervisor.wait_for("was killed by SIGKILL; starting again in 0.2s")
     assert fleet.send().get(timeout=30)["finish_reason"] == "length"
