@@ -57,7 +57,7 @@ class Broker:
         self._redis = connection or _connect(url, command_packer=_OnePiece())
 
     def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Publish stored messages (``payload.build_message``) in order, in one round trip.
+        """Publish stored messages (``payload.encode_message``) in order, in one round trip.
 
         Raises:
             BrokerUnavailableError: Redis did not take them; some may have arrived all the same.

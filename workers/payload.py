@@ -337,21 +337,15 @@ def queue_key(queue: str, priority: int) -> str:
     return f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue
 
 
-def build_message(
-    job_id: str, payload: GeneratePayload, settings: Settings, fields: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The complete message of a job, as the Redis transport stores it: headers, properties and body.
-
-    It is JSON-safe, holds all that is needed to publish the job again under the same id, and is stored in
-    ``job.message``. The prompt is only in the (base64) body, never in ``argsrepr``.
-    """
-    _check_id(job_id)
-    body = _body(payload.to_dict() if fields is None else fields)
-    return _message(job_id, body, payload.model, payload.priority, _origin(os.getpid()), str(uuid.uuid4()))
-
-
 def encode_message(job_id: str, payload: GeneratePayload, fields: Mapping[str, Any]) -> str:
-    """``build_message`` as JSON text (ASCII), several times as fast: what is equal in all messages is made once."""
+    """The complete message of a job as JSON text (ASCII), as the Redis transport stores it: headers, properties, body.
+
+    It holds all that is needed to publish the job again under the same id, and is stored in ``job.message``. The
+    prompt is only in the (base64) body, never in ``argsrepr``. What is equal in all messages is made once.
+
+    Args:
+        fields: the payload's, as ``to_dict`` gives them.
+    """
     _check_id(job_id)
     frame = _frame(payload.model, payload.priority, _origin(os.getpid()))
     filling = {"id": json.dumps(job_id)[1:-1], "body": _body(fields), "tag": random_bytes(16).hex()}
@@ -440,16 +434,11 @@ def wire(message: Mapping[str, Any]) -> tuple[str, bytes]:
 
 
 class RedisPipeline(Protocol):
-    """What ``publish`` needs of a Redis client's pipeline."""
+    """What ``push`` needs of a Redis client's pipeline."""
 
     def lpush(self, name: str, *values: bytes) -> Any: ...
 
     def execute(self) -> Any: ...
-
-
-def publish(pipeline: RedisPipeline, messages: Iterable[Mapping[str, Any]]) -> None:
-    """Publish stored messages in order, in one round trip; ``pipeline`` is ``redis.Redis(…).pipeline()``."""
-    push(pipeline, map(wire, messages))
 
 
 def push(pipeline: RedisPipeline, deliveries: Iterable[tuple[str, bytes]]) -> None:

@@ -24,8 +24,9 @@ from tests.chaos.seats import Seat
 from tests.chaos.services import drop_clients
 from tests.chaos.sweepers import Elected, sweeping
 from tests.chaos.world import MODEL, World
+from tests.messages import build_message
 from tests.servers import Server
-from workers.payload import GeneratePayload, build_message
+from workers.payload import GeneratePayload
 
 _SOME = 20  # rows that a fault of messages or jobs touches at most
 _CUTS = 20
@@ -250,7 +251,7 @@ class Faults:
 
     def _message(self, rng: random.Random) -> dict[str, Any]:
         payload = GeneratePayload.parse({"model": MODEL, "prompt": "unread", "max_tokens": 2})
-        return build_message(str(uuid.UUID(int=rng.getrandbits(128))), payload, self._world.client.settings)
+        return build_message(str(uuid.UUID(int=rng.getrandbits(128))), payload)
 
 
 def _at_least_one(count: int, otherwise: str) -> None:

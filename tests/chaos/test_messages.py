@@ -18,8 +18,9 @@ from tests.chaos.jobs import CANCELLABLE, FAILS, Expected
 from tests.chaos.world import MODEL, World
 from tests.fleet.conftest import KINDS
 from tests.fleet.fleet import wait_until
+from tests.messages import build_message
 from tests.servers import Kind
-from workers.payload import GeneratePayload, build_message
+from workers.payload import GeneratePayload
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(180)]
 
@@ -109,7 +110,7 @@ def test_a_suspect_can_be_revoked_before_and_while_it_runs(make_world: MakeWorld
 
 def message_for(world: World, **payload: Any) -> dict[str, Any]:
     parsed = GeneratePayload.parse({"model": MODEL, "prompt": "unread words", "max_tokens": 2} | payload)
-    return build_message(str(uuid.uuid4()), parsed, world.client.settings)
+    return build_message(str(uuid.uuid4()), parsed)
 
 
 @pytest.mark.chaos_long

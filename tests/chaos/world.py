@@ -34,11 +34,12 @@ from tests.chaos.seats import Seat
 from tests.chaos.services import ChaosRedis, database
 from tests.chaos.verdict import Verdict, write_figures
 from tests.fleet.fleet import wait_until
+from tests.messages import publish
 from tests.servers import Kind, Server
 from workers.app import TokenmillApp, make_app
 from workers.client import Client
 from workers.client.sync import Submission
-from workers.payload import GeneratePayload, publish, queue_for, wire
+from workers.payload import GeneratePayload, queue_for, wire
 from workers.settings import load_settings
 
 T = TypeVar("T")

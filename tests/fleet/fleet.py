@@ -24,9 +24,10 @@ from models_db.migrate import upgrade
 from models_db.records import JobStatus, NewJob, StoredResult
 from models_db.session import make_engine
 from models_db.tables import Attempt, Job, JobState, Worker
+from tests.messages import build_message, publish
 from tests.servers import free_port
 from workers.app import TokenmillApp, make_app
-from workers.payload import GeneratePayload, build_message, publish, queue_for
+from workers.payload import GeneratePayload, queue_for
 from workers.settings import Settings, load_settings
 
 T = TypeVar("T")
@@ -239,7 +240,7 @@ class Fleet:
     def submit(self, job_id: str, **payload: Any) -> str:
         """The way of the client: the row with its message first, then the message."""
         parsed = GeneratePayload.parse({"model": MODEL, "prompt": "some words to say"} | payload)
-        message = build_message(job_id, parsed, self.settings)
+        message = build_message(job_id, parsed)
         job = NewJob(
             id=job_id,
             model=MODEL,

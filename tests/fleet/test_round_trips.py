@@ -16,11 +16,11 @@ from celery.app.task import Context
 from kombu import Connection, Consumer, Queue
 
 from tests.fleet.fleet import RedisServer
+from tests.messages import build_message, publish
 from workers.finaliser import MOST_TOGETHER, Finaliser
 from workers.intake import Call
-from workers.payload import GeneratePayload, build_message, publish
+from workers.payload import GeneratePayload
 from workers.results import OVERRIDES
-from workers.settings import load_settings
 from workers.transport import DEAD_LETTERS_KEY, Credit, with_leases
 
 QUEUE = "tokenmill.echo"
@@ -69,9 +69,8 @@ def inbox(redis: Any, redis_server: RedisServer) -> Iterator[Callable[[int], Inb
 
 
 def send(redis: Any, *ids: str, priority: int = 3) -> None:
-    settings = load_settings(model="echo", backend="echo")
     payload = GeneratePayload.parse({"model": "echo", "prompt": "hi", "priority": priority})
-    publish(redis.pipeline(), [build_message(job_id, payload, settings) for job_id in ids])
+    publish(redis.pipeline(), [build_message(job_id, payload) for job_id in ids])
 
 
 def commands(redis: Any, name: str) -> int:
@@ -136,9 +135,7 @@ def test_what_cannot_be_read_is_put_aside_and_holds_up_nothing(
     redis: Any, inbox: Callable[[int], Inbox]
 ) -> None:
     send(redis, "a")
-    message = build_message(
-        "bad", GeneratePayload.parse({"model": "echo", "prompt": "hi"}), load_settings(model="echo")
-    )
+    message = build_message("bad", GeneratePayload.parse({"model": "echo", "prompt": "hi"}))
     redis.lpush(f"{QUEUE}\x06\x163", json.dumps(message | {"body": "abc"}))
     redis.lpush(f"{QUEUE}\x06\x163", "no json")
     send(redis, "b")

@@ -25,10 +25,10 @@ from models_db.tables import AttemptOutcome, FleetLock, Job, JobState, WorkerSta
 from models_db.workers import set_worker_state
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.table_world import TestWorker, World
+from tests.messages import build_message
 from workers import control
-from workers.payload import GeneratePayload, build_message, queue_for
+from workers.payload import GeneratePayload, queue_for
 from workers.revokes import Revokes
-from workers.settings import load_settings
 
 MOST_DEATHS = ALONE_DEATHS + SOLO_LIMIT
 
@@ -44,7 +44,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 def accept(engine: Engine, ids: list[str], **columns: Any) -> None:
     """Jobs as a client stores them."""
-    settings = load_settings(model="echo")
     payload = GeneratePayload.parse({"model": "echo", "prompt": "some words"})
     jobs = [
         NewJob(
@@ -53,7 +52,7 @@ def accept(engine: Engine, ids: list[str], **columns: Any) -> None:
             queue=queue_for("echo"),
             params={},
             prompt={},
-            message=build_message(job_id, payload, settings),
+            message=build_message(job_id, payload),
         )
         for job_id in ids
     ]
@@ -284,7 +283,7 @@ def test_a_suspect_can_be_cancelled_and_its_lock_outlives_no_worker(engine: Engi
 
 def stored_message(**headers: Any) -> dict[str, Any]:
     payload = GeneratePayload.parse({"model": "echo", "prompt": "some words"})
-    message = build_message("j", payload, load_settings(model="echo"))
+    message = build_message("j", payload)
     return message | {"headers": message["headers"] | headers}
 
 

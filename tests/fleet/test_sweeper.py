@@ -23,9 +23,9 @@ from models_db.session import make_engine
 from models_db.tables import Job
 from models_db.workers import NewWorker, register_worker
 from tests.fleet.fleet import RedisServer
-from workers.payload import GeneratePayload, build_message, publish, queue_for
+from tests.messages import build_message, publish
+from workers.payload import GeneratePayload, queue_for
 from workers.queues import QueueView
-from workers.settings import load_settings
 from workers.sweeper import Sweeper
 from workers.transport import DEAD_LETTERS_KEY, unreadable
 
@@ -79,7 +79,6 @@ class Place:
                 sweeper.run_pending()
 
     def accept(self, count: int, *, published: bool = True, start: int = 0, **fields: Any) -> list[str]:
-        settings = load_settings(model="echo")
         payload = GeneratePayload.parse({"model": "echo", "prompt": "some words"} | fields)
         ids = [f"job-{n:05}" for n in range(start, start + count)]
         jobs = [
@@ -90,7 +89,7 @@ class Place:
                 params={},
                 prompt={},
                 priority=payload.priority,
-                message=build_message(job_id, payload, settings),
+                message=build_message(job_id, payload),
             )
             for job_id in ids
         ]
@@ -263,7 +262,7 @@ def test_messages_that_kombu_cannot_make_are_recognised(raw: bytes, reason: str)
 
 def test_a_message_of_ours_is_readable() -> None:
     payload = GeneratePayload.parse({"model": "echo", "prompt": "p"})
-    message = build_message("j", payload, load_settings(model="echo"))
+    message = build_message("j", payload)
     assert unreadable(json.dumps(message).encode()) is None
     message["properties"]["body_encoding"] = "rot13"
     assert "body_encoding" in (unreadable(json.dumps(message).encode()) or "")

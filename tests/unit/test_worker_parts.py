@@ -22,12 +22,13 @@ from models_db.base import utcnow
 from models_db.errors import WriterStoppedError
 from models_db.records import StoredResult
 from models_db.tables import JobState
+from tests.messages import build_message
 from workers.actor import Actor
 from workers.app import make_app
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.intake import Call, Delivery, read_delivery
 from workers.mailbox import Mailbox
-from workers.payload import GeneratePayload, build_message
+from workers.payload import GeneratePayload
 from workers.pool import EnginePool
 from workers.request import GenerateRequest
 from workers.settings import load_settings
@@ -391,7 +392,7 @@ def test_the_control_command_asks_the_pool() -> None:
 
 
 def test_links_are_seen_in_stored_messages() -> None:
-    plain = build_message("j", GeneratePayload.parse({"model": "m", "prompt": "p"}), load_settings(model="m"))
+    plain = build_message("j", GeneratePayload.parse({"model": "m", "prompt": "p"}))
     assert not has_links(plain)
     args, kwargs, embed = json.loads(base64.b64decode(plain["body"]))
     body = json.dumps([args, kwargs, embed | {"callbacks": [{"task": "t"}]}])
