@@ -55,6 +55,10 @@ def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.priority, sequence.number
 
 
+def _held_order(held: tuple[Sequence, int]) -> tuple[int, int]:
+    return _order(held[0])
+
+
 def _waits(sequence: Sequence) -> bool:
     return sequence.status is Status.WAITING
 
@@ -73,9 +77,9 @@ class Scheduler:
     Rank is (priority, arrival), except that the best ``min_bulk_seqs`` of the bulk sequences that run are *kept*:
     they rank before all others, so that nobody takes their rows or blocks. While fewer of them run, a row that
     becomes free goes to bulk first. As rows become free in bounded time, bulk waits for a bounded time, however
-    much is urgent; and an urgent sequence is never behind more than those few. The one place where it is behind
-    bulk that waits: bulk that has a row coming to it but lacks blocks keeps later arrivals out until enough have
-    ended, as every head of a line does, for it would starve otherwise.
+    much is urgent; and an urgent sequence is never behind more than those few. Bulk that has a row coming to it but
+    lacks blocks lets urgent ones pass as long as other bulk runs. Where none does, it keeps later arrivals out until
+    enough have ended, as every head of a line does, for bulk would starve otherwise.
 
     A step's tokens go to decode rows first, then to text by priority, whether it runs or waits. Only kept bulk has
     a share of its own in them.
@@ -106,6 +110,7 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
         self._num_bulk = 0  # of those that run
+        self._promised: int | None = None  # see _num_promised
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -200,7 +205,8 @@ class Scheduler:
             sequence.num_computed += 1
         plan.num_decode = len(plan.sequences)
 
-        held.sort(key=lambda entry: _order(entry[0]))
+        held.sort(key=_held_order)
+        self._promised = None
         penalty_room = self._max_penalty_tokens
         owed = self._num_owed()  # counted here: bulk that lost its blocks to other bulk has its row coming
         reserved = 0  # rows that bulk gets in a later step
@@ -213,12 +219,17 @@ class Scheduler:
                     break
                 reserved, owed = owed, 0
                 continue
-            length = self._admit(
-                candidate, min(budget, max(1, allowance)) if contended and owed > 0 else budget, now
-            )
+            own = owed > 0 and contended
+            length = self._admit(candidate, min(budget, max(1, allowance)) if own else budget, now)
             if length == 0:
-                break
-            self._add_prefill(prefills, candidate, length)
+                if owed <= 0 or self._num_bulk == 0:
+                    break
+                reserved, owed = owed, 0
+                continue
+            if own:
+                insort(held, (candidate, length), key=_held_order)
+            else:
+                self._add_prefill(prefills, candidate, length)
             budget -= length
             if _is_bulk(candidate):
                 owed -= 1
@@ -264,6 +275,7 @@ class Scheduler:
             if total > 0:
                 self._add_prefill(prefills, sequence, total)
             budget -= total - length
+            self._promised = None
         return budget
 
     def _grow(self, sequence: Sequence, length: int, index: int) -> int:
@@ -345,6 +357,13 @@ class Scheduler:
         """How many of the free rows go to bulk before anybody else."""
         return min(len(self._free_rows), len(self._bulk), max(0, self._min_bulk - self._num_bulk))
 
+    def _num_promised(self) -> int:
+        """Blocks that the known tokens of the running sequences have still to take. Counted once a step."""
+        if self._promised is None:
+            missing = (self._blocks_for(s.num_known) - len(s.blocks) for s in self.running)
+            self._promised = sum(count for count in missing if count > 0)
+        return self._promised
+
     def _make_room(self, left: list[int]) -> None:
         """Preempt the least urgent while strictly more urgent ones wait for their rows or blocks.
 
@@ -360,6 +379,12 @@ class Scheduler:
         rows, blocks = 0, 0
         text, penalties = self._text_before(head, owed, left), 0
         decoding = left.count(1)
+        # Blocks that the running ones take before all others, as far as they have text or are at a border.
+        taken = [
+            self._blocks_for(s.num_computed + more) - len(s.blocks)
+            for s, more in zip(self.running, left, strict=True)
+        ]
+        promised = sum(taken)
         if line is self._urgent:
             rows = owed
             blocks = sum(self._blocks_for(s.num_known) for s in islice(self._bulk.in_order(), owed))
@@ -376,12 +401,13 @@ class Scheduler:
             blocks += self._blocks_for(waiting.num_known)
             while (
                 len(self._free_rows) < rows
-                or self._allocator.num_free < blocks + len(self.running)
+                or self._allocator.num_free < blocks + promised + len(self.running) + rows - 1
                 or decoding >= self._max_tokens
             ) and self._may_preempt(waiting):
                 preempted.append(self.running[-1])
                 self._leave(self.running[-1])
                 decoding -= left.pop() == 1
+                promised -= taken.pop()
             if not self._may_preempt(waiting):
                 break
             text += waiting.num_known
@@ -422,8 +448,9 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, now: float) -> int:
         """Move the first of a line into the batch; how many tokens it computes, 0 when it does not fit now.
 
-        All blocks for its known tokens must be free, and one more for each running sequence, so that an admission
-        is not followed at once by a preemption. Nothing overtakes it: a large request is not starved by small ones.
+        All blocks for its known tokens must be free, beside those that text of running sequences has still to take
+        and one more for each of them, so that an admission is not followed at once by a preemption. Nothing overtakes
+        it: a large request is not starved by small ones.
         """
         shared: list[int] = []
         if self._prefix_cache:
@@ -431,7 +458,8 @@ class Scheduler:
             count = (sequence.num_known - 1) // self._block_size
             shared = self._allocator.match(sequence.extend_digests(count, self._block_size))
         needed = self._blocks_for(sequence.num_known) - len(shared)
-        if self.running and self._allocator.num_free < needed + len(self.running):
+        room = self._allocator.num_free - needed - len(self.running)
+        if self.running and (room < 0 or room < self._num_promised()):
             self._allocator.release(shared)
             return 0
         self._line(sequence).pop()
@@ -450,4 +478,7 @@ class Scheduler:
         sequence.penalties_ready = False
         sequence.status = Status.RUNNING
         self._join(sequence)
-        return self._grow(sequence, min(sequence.num_known - hit, budget), len(self.running))
+        length = self._grow(sequence, min(sequence.num_known - hit, budget), len(self.running))
+        if self._promised is not None:
+            self._promised += self._blocks_for(sequence.num_known) - len(sequence.blocks)
+        return length

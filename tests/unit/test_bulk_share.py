@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,6 +221,85 @@ def test_the_work_of_a_step_does_not_grow_with_the_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(desk.scheduler._urgent, "_waits", waits)
     desk.step()
     assert 0 < asked < 50
+
+
+def run_ahead(desk: Desk, steps: int, arrive: Callable[[int], None] = lambda step: None) -> int:
+    """Steps planned one ahead, as the engine does; the tokens that they computed."""
+    pending, computed = None, 0
+    for step in range(steps):
+        arrive(step)
+        plan = desk.try_plan()
+        computed += plan.num_tokens if plan is not None else 0
+        if pending is not None:
+            desk.retire(pending)
+        pending = plan
+    if pending is not None:
+        desk.retire(pending)
+    return computed
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_an_urgent_request_passes_bulk_that_lacks_blocks_while_other_bulk_runs(count: int) -> None:
+    desk = Desk(blocks=40, slots=20, tokens=256, min_bulk=2)
+    for _ in range(count):
+        desk.add(120, max_tokens=20, priority=BULK)  # 35 of the 40 blocks each
+    run_ahead(desk, 3)
+    urgent = desk.add(4, priority=0)
+    desk.step()
+    assert len(urgent.output_ids) == 1
+
+
+def test_bulk_that_lacks_blocks_gets_them_in_the_end() -> None:
+    desk = Desk(blocks=40, slots=20, tokens=256, min_bulk=2)
+    bulk = [desk.add(120, max_tokens=20, priority=BULK) for _ in range(4)]
+
+    def flood(_: int) -> None:
+        if desk.scheduler.num_waiting < 8:
+            desk.add(8, priority=0)
+
+    run_ahead(desk, 400, flood)
+    assert all(s.status is Status.FINISHED for s in bulk)
+
+
+@pytest.mark.parametrize(("prompt", "urgent"), [(2000, 100), (1500, 300)])
+def test_blocks_that_text_has_still_to_take_are_not_given_away(prompt: int, urgent: int) -> None:
+    """Else the long prompts of bulk that is kept preempt urgent requests that were let in a moment before."""
+    desk = Desk(blocks=264, block_size=16, slots=32, tokens=512, min_bulk=4)
+    sequences = [desk.add(prompt, max_tokens=50, priority=BULK) for _ in range(12)]
+
+    def arrive(step: int) -> None:
+        if step % 4 == 0 and step < 300:
+            sequences.append(desk.add(urgent, max_tokens=40, priority=0))
+
+    computed = run_ahead(desk, 1200, arrive)
+    assert all(s.status is Status.FINISHED for s in sequences)
+    # What decode rows grow by is not known before, and may cost a preemption.
+    assert computed <= 1.05 * sum(len(s.prompt_ids) + len(s.output_ids) - 1 for s in sequences)
+
+
+def test_nobody_is_preempted_for_one_who_then_lacks_blocks_all_the_same() -> None:
+    """Rows at the border of a block take a block in the same step."""
+    desk = Desk(blocks=44, block_size=2, slots=12, tokens=64)
+    for priority in [URGENT] * 4 + [BULK] * 6:
+        desk.add(3 if priority == URGENT else 5, max_tokens=60, priority=priority)
+    run_ahead(desk, 4)
+    first = desk.add(14, max_tokens=4, priority=0)
+    seen = desk.scheduler.num_preemptions
+    for _ in range(30):
+        desk.step()
+        if desk.scheduler.num_preemptions > seen or first.status is Status.RUNNING:
+            break
+    assert first.status is Status.RUNNING
+
+
+def test_bulk_that_joins_takes_what_urgent_text_leaves_of_a_step() -> None:
+    desk = Desk(blocks=14, slots=10, tokens=30, min_bulk=1)
+    desk.add(8, max_tokens=50, priority=URGENT)
+    desk.step()
+    bulk = desk.add(28, priority=BULK)
+    waits = desk.add(28, priority=URGENT)  # for blocks
+    desk.step()
+    assert (bulk.num_computed, waits.num_computed) == (28, 0)
 
 
 @dataclass(frozen=True)
