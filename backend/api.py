@@ -6,12 +6,12 @@ the light base package alone.
 
 from __future__ import annotations
 
+import logging
 import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Protocol, Self, runtime_checkable
@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+logger = logging.getLogger(__name__)
+
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
@@ -373,13 +375,19 @@ class GenerationHandle:
             self._started = started
             calls, self._on_start = self._on_start, []
         for call in calls:
-            call()
+            try:
+                call()
+            except BaseException:
+                # The backend's thread works for everybody; one caller's fault must not end it.
+                logger.exception(
+                    "what was to be called at the start of request %s failed", self.request.request_id
+                )
 
     def when_started(self, call: Callable[[], None]) -> None:
         """Call this once when it leaves the backend's queue; at once if it has left.
 
-        That is on the backend's thread, so ``call`` must neither block nor raise. A request that ends in the queue
-        never starts.
+        That is on the backend's thread, so ``call`` must not block; what it raises is logged. A request that ends in
+        the queue never starts.
         """
         with self._starting:
             if not self._started:
@@ -414,8 +422,8 @@ class GenerationHandle:
     def forward(self, receive: Callable[[TokenChunk], None]) -> None:
         """Give every chunk to ``receive`` instead of ``stream``, those that are there already at once.
 
-        Later ones come on the backend's thread, so ``receive`` must neither block nor raise. All of them come before
-        the future is done. Only for requests with ``stream=True``.
+        Later ones come on the backend's thread, so ``receive`` must not block; if it raises, the request fails and is
+        given up. All of them come before the future is done. Only for requests with ``stream=True``.
         """
         if self._chunks is None:
             raise RequestError("was not set on this request", field="stream", fix="Submit with stream=True")
@@ -431,14 +439,21 @@ class GenerationHandle:
     # ------------------------------------------------------------------------------------- the backend's side
 
     def push(self, chunk: TokenChunk) -> None:
-        """Hand a chunk to the stream; ignored when the request does not stream."""
-        if self._chunks is None:
+        """Hand a chunk to the stream; ignored when the request does not stream, or has failed."""
+        if self._chunks is None or self.future.done():
             return
         with self._forwarding:
-            if self._receiver is not None:
-                self._receiver(chunk)
-            else:
+            if self._receiver is None:
                 self._chunks.put(chunk)
+                return
+            try:
+                self._receiver(chunk)
+                return
+            except BaseException as exc:  # one caller's fault, on the thread that works for everybody
+                error = TokenmillError(f"the receiver of the stream failed: {exc!r}")
+                error.__cause__ = exc
+        self.fail(error)
+        self._on_cancel()
 
     def finish(self, result: GenerationResult) -> None:
         """Deliver the result; a second outcome is ignored."""
@@ -453,8 +468,14 @@ class GenerationHandle:
             self._on_cancel()
 
     def _settle(self, deliver: Callable[[], None]) -> None:
-        with suppress(InvalidStateError):  # settled before, or the future was cancelled by its holder
+        try:
             deliver()
+        except InvalidStateError:
+            pass  # settled before, or the future was cancelled by its holder
+        except (
+            BaseException
+        ):  # a callback of the future's that means to exit; other errors the future logs itself
+            logger.exception("what was to be called at the end of request %s failed", self.request.request_id)
         if self._chunks is not None:
             self._chunks.put(_END)
 

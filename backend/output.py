@@ -72,8 +72,9 @@ class OutputProcessor:
         while (event := self._events.get()) is not None:
             try:
                 event()
-            except Exception:
-                # The events carry their own handling; this is for a fault of ours, which must not end the thread.
+            except BaseException:
+                # The events carry their own handling; this is for a fault of ours, or a callback that means to exit:
+                # nothing may end the thread, for everybody else's results come through it, too.
                 logger.exception("output processing failed")
 
     def _on_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
@@ -81,7 +82,7 @@ class OutputProcessor:
             return
         try:
             self._push(sequence, token_id, logprob)
-        except Exception as exc:
+        except BaseException as exc:
             self._give_up(sequence, exc)
             self._on_stop(sequence)
 
@@ -105,7 +106,7 @@ class OutputProcessor:
                 self._end(sequence, assembler or self._new_assembler(sequence), now)
             else:
                 self._settle_whole(sequence, now)
-        except Exception as exc:
+        except BaseException as exc:
             self._give_up(sequence, exc)
 
     def _end(self, sequence: Sequence, assembler: OutputAssembler, now: float) -> None:
@@ -116,7 +117,7 @@ class OutputProcessor:
                 sequence.handle.push(TokenChunk(piece.text, piece.token_ids))
         self._settle(sequence, assembler, assembler.finish or Finish(sequence.finish_reason), now)
 
-    def _give_up(self, sequence: Sequence, cause: Exception) -> None:
+    def _give_up(self, sequence: Sequence, cause: BaseException) -> None:
         """Whatever goes wrong with one sequence's text is told to its caller, and nobody else."""
         error = TokenmillError(f"the output could not be decoded: {cause!r}")
         error.__cause__ = cause

@@ -186,33 +186,42 @@ def find_flashinfer(
     if wanted == "triton":
         return None
     reason = _unfit(params, head_size, dtype, device)
-    module = None
+    found = None
     if reason is None:
         module, reason = _load(dtype, head_size, device, build=wanted == "flashinfer")
-    if module is None:
-        if wanted == "flashinfer":
-            raise ConfigurationError(
-                f"prefill_attention is 'flashinfer', but {reason}. Mend that, or leave the setting at 'auto'"
+    if reason is None:
+        try:
+            found = FlashInferPrefill(
+                module,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                block_size=block_size,
+                max_tokens=max_tokens,
+                max_blocks=max_blocks,
+                device=device,
             )
-        logger.debug("long prompts attend by our own kernel: %s", reason)
-        return None
-    found = FlashInferPrefill(
-        module,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=block_size,
-        max_tokens=max_tokens,
-        max_blocks=max_blocks,
-        device=device,
-    )
-    if not computes_the_same(found, dtype):
-        # A newer FlashInfer may call for other arguments.
+            same = computes_the_same(found, dtype)
+        except Exception as exc:
+            reason = _misfit(f"cannot be called: {type(exc).__name__}: {exc}")
+        else:
+            if not same:
+                reason = _misfit("computes another attention than our kernel")
+    if reason is None:
+        return found
+    if wanted == "flashinfer":
         raise ConfigurationError(
-            f"FlashInfer {version('flashinfer-python')} computes another attention than our kernel. Set "
-            "prefill_attention to 'triton'"
+            f"prefill_attention is 'flashinfer', but {reason}. Mend that, or leave the setting at 'auto'"
         )
-    return found
+    logger.debug("long prompts attend by our own kernel: %s", reason)
+    return None
+
+
+def _misfit(what: str) -> str:
+    """Say, also where nobody asked for it, that an installed FlashInfer cannot be used: it may be a newer one."""
+    reason = f"FlashInfer {version('flashinfer-python')} {what}"
+    logger.warning("%s; long prompts attend by our own kernel", reason)
+    return reason
 
 
 @torch.inference_mode()
@@ -289,12 +298,15 @@ def _unfit(
 
 def _load(dtype: torch.dtype, head_size: int, device: torch.device, *, build: bool) -> tuple[Any, str | None]:
     """The compiled module, or why there is none."""
-    from flashinfer.jit import gen_batch_prefill_module
-
     with torch.cuda.device(device):
-        spec = gen_batch_prefill_module(
-            "fa3", dtype, dtype, dtype, torch.int32, head_size, head_size, 0, False, False, False
-        )
+        try:
+            from flashinfer.jit import gen_batch_prefill_module
+
+            spec = gen_batch_prefill_module(
+                "fa3", dtype, dtype, dtype, torch.int32, head_size, head_size, 0, False, False, False
+            )
+        except Exception as exc:  # another version, or one whose own dependencies are missing
+            return None, _misfit(f"has no such kernels: {type(exc).__name__}: {exc}")
         if not build and not spec.is_compiled:
             return None, "its kernels have not been built; prefill_attention 'flashinfer' builds them"
         began = time.perf_counter()
@@ -303,8 +315,6 @@ def _load(dtype: torch.dtype, head_size: int, device: torch.device, *, build: bo
         try:
             module = spec.build_and_load()
         except Exception as exc:  # whatever a compiler, a linker or a loader may say
-            if not build:
-                logger.warning("FlashInfer's kernels cannot be loaded: %s", exc)
-            return None, f"its kernels cannot be built or loaded: {exc}"
+            return None, _misfit(f"cannot build or load its kernels: {exc}")
         logger.info("FlashInfer's prefill kernels ready after %.1f s", time.perf_counter() - began)
         return module, None

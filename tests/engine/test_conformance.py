@@ -26,6 +26,7 @@ from backend.api import (
     PromptTooLongError,
     RequestError,
     SamplingParams,
+    TokenmillError,
 )
 from tests.engine.backend_kinds import KINDS, MODEL_LEN, Fault, Kind, save_tiny_model
 
@@ -377,6 +378,43 @@ def test_a_request_id_may_be_reused(backend: Backend) -> None:
     cancelled.cancel()
     assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
     assert cancelled.result(WAIT_S).finish_reason is FinishReason.CANCELLED
+
+
+# ------------------------------------------------------------------------------------------------ callers' own faults
+
+
+class Leave(BaseException):
+    """What no ``except Exception`` catches, as the ``SystemExit`` of a callback that means to end its program."""
+
+
+@pytest.mark.parametrize("fault", [ValueError, Leave])
+@pytest.mark.parametrize("where", ["start", "chunk", "end"])
+def test_what_a_callers_own_function_raises_is_its_own_trouble(
+    start: Start, where: str, fault: type[BaseException]
+) -> None:
+    backend = start()
+
+    def fail(*_: object) -> None:
+        raise fault("a caller's fault")
+
+    neighbour = backend.submit(ask(max_tokens=6))
+    blocker = run_long(backend, 4)  # fills the slots, so that what comes next waits
+    handle = backend.submit(ask(max_tokens=6, stream=True))
+    if where == "start":
+        handle.when_started(fail)
+    elif where == "chunk":
+        handle.forward(fail)
+    else:
+        handle.future.add_done_callback(fail)
+    end(blocker)
+    if where == "chunk":
+        with pytest.raises(TokenmillError, match="receiver of the stream failed"):
+            handle.result(WAIT_S)
+    else:
+        assert handle.result(WAIT_S).completion_tokens == 6
+    assert neighbour.result(WAIT_S).completion_tokens == 6
+    assert backend.submit(ask(max_tokens=3)).result(WAIT_S).completion_tokens == 3
+    assert_idle(backend)
 
 
 # ------------------------------------------------------------------------------------------- order and concurrency

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from backend.attention.flashinfer_prefill import FlashInferPrefill
+from backend.api import ConfigurationError
+from backend.attention import flashinfer_prefill
+from backend.attention.flashinfer_prefill import FlashInferPrefill, find_flashinfer
+from backend.attention.interface import AttentionParams
 from backend.slots import LONG_PREFILL_ROWS, StepShape
 
 
@@ -69,3 +77,85 @@ def test_nothing_runs_that_was_not_planned(prefill: FlashInferPrefill) -> None:
     tensor = torch.zeros(1, 8, 128)
     with pytest.raises(AssertionError, match="planned"):
         prefill.run(tensor, tensor, tensor, torch.zeros(1, 40), slot=0, scale=1.0, output=tensor)
+
+
+# ------------------------------------------------------------------------------------ an installation that does not fit
+
+
+class Spec:
+    """A kernel's recipe that is built already."""
+
+    is_compiled = True
+
+    def build_and_load(self) -> Planner:
+        return Planner()
+
+
+class Stranger(Planner):
+    """A planner of another version."""
+
+    def plan(self, *arguments: Any) -> list[int]:
+        raise TypeError(f"plan() takes 3 arguments but {len(arguments)} were given")
+
+
+class StrangeSpec(Spec):
+    def build_and_load(self) -> Planner:
+        return Stranger()
+
+
+@contextmanager
+def a_device(*_: Any) -> Iterator[None]:
+    yield
+
+
+def find(wanted: Literal["auto", "flashinfer"]) -> FlashInferPrefill | None:
+    return find_flashinfer(
+        wanted,
+        params=[AttentionParams(1.0, None, None, None)],
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=128,
+        block_size=16,
+        max_tokens=512,
+        max_blocks=40,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "same", "message"),
+    [
+        ({}, True, "has no such kernels: ImportError"),
+        ({"gen_batch_prefill_module": lambda: Spec()}, True, "has no such kernels: TypeError"),
+        ({"gen_batch_prefill_module": lambda *_: StrangeSpec()}, None, "cannot be called: TypeError"),
+        ({"gen_batch_prefill_module": lambda *_: Spec()}, False, "computes another attention"),
+    ],
+)
+def test_a_flashinfer_that_does_not_fit_is_left_alone_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    names: dict[str, Any],
+    same: bool | None,
+    message: str,
+) -> None:
+    package, jit = ModuleType("flashinfer"), ModuleType("flashinfer.jit")
+    package.__path__ = []
+    package.__spec__ = ModuleSpec("flashinfer", None)
+    vars(jit).update(names)
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    monkeypatch.setattr(flashinfer_prefill, "version", lambda _: "9.9")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", a_device)
+
+    def compare(found: FlashInferPrefill, _dtype: torch.dtype) -> bool:
+        if same is None:
+            found.plan(0, StepShape(0, True, True, 0, [20], [30]))
+        return bool(same)
+
+    monkeypatch.setattr(flashinfer_prefill, "computes_the_same", compare)
+    assert find("auto") is None
+    assert f"FlashInfer 9.9 {message}" in caplog.text
+    with pytest.raises(ConfigurationError, match=message):
+        find("flashinfer")
