@@ -27,8 +27,9 @@ from sqlalchemy import Engine, text
 
 from benchmarks import fleet, report
 from models_db import migrate
-from workers.bulk import BulkRunner, validate_source
+from workers.bulk import BulkRunner
 from workers.bulk_input import LineOptions
+from workers.bulk_source import validate_source
 from workers.client import Client
 from workers.private_redis import PrivateRedis
 

@@ -22,9 +22,10 @@ from models_db import migrate
 from models_db.batches import BatchProgress
 from models_db.session import make_engine, reading
 from models_db.tables import EngineSample, Job, JobState, Result, Worker, WorkerState
-from workers.bulk import BulkRunner, BulkSource, validate_source
+from workers.bulk import BulkRunner
 from workers.bulk_export import Exported, export_batch
 from workers.bulk_input import LineOptions
+from workers.bulk_source import BulkSource, validate_source
 from workers.client import Client
 from workers.interrupt import Undisturbed
 from workers.private_redis import PrivateRedis

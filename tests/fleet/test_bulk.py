@@ -23,9 +23,10 @@ from models_db.tables import BatchState, Job, JobState
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.echo_fleet import echo_fleet
 from workers.broker import Broker, BrokerUnavailableError
-from workers.bulk import BulkRunner, BulkSource, validate_source
+from workers.bulk import BulkRunner
 from workers.bulk_export import errors_path_for
 from workers.bulk_input import LineOptions
+from workers.bulk_source import BulkSource, validate_source
 from workers.cli import app
 from workers.cli.bulk_work import export_files
 from workers.cli.common import ExitCode
@@ -276,7 +277,8 @@ def test_jobs_that_redis_refused_are_published_when_it_is_back(
 KILLED = """
 import os, signal, sys
 from workers.broker import Broker
-from workers.bulk import BulkRunner, validate_source
+from workers.bulk import BulkRunner
+from workers.bulk_source import validate_source
 from workers.bulk_input import LineOptions
 from workers.client import Client
 from workers.settings import load_settings

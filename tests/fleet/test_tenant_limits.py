@@ -22,8 +22,9 @@ from models_db.session import transaction
 from models_db.tables import BatchState, Job, JobState
 from tests.fleet.doorway import serving
 from tests.fleet.echo_fleet import echo_fleet
-from workers.bulk import BulkRunner, validate_source
+from workers.bulk import BulkRunner
 from workers.bulk_input import LineOptions
+from workers.bulk_source import validate_source
 from workers.cli import app
 from workers.client import AsyncClient, Client
 from workers.demo import Demo

@@ -15,8 +15,10 @@ from models_db.errors import TenantLimitError
 from models_db.migrate import upgrade
 from models_db.session import reading
 from models_db.tables import Job, JobState
-from workers.bulk import BulkRunner, _Accepting, validate_source
+from workers.bulk import BulkRunner
 from workers.bulk_input import BulkLine, LineOptions
+from workers.bulk_source import validate_source
+from workers.bulk_store import Accepting
 from workers.client import Client
 from workers.payload import GeneratePayload
 from workers.settings import TenantLimit, load_settings
@@ -37,7 +39,7 @@ def test_as_many_as_fit_go_in_at_the_second_try() -> None:
             raise TenantLimitError("t", "jobs", 100, present, len(some))
         present += len(some)
 
-    accepting = _Accepting(lines, accept)
+    accepting = Accepting(lines, accept)
     with pytest.raises(TenantLimitError):
         accepting()
     assert (tries, len(accepting.left)) == ([500, 97, 97], 403)

@@ -26,7 +26,8 @@ from models_db.jobs import insert_jobs, request_cancel
 from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
-from workers.bulk import BulkRunner, BulkSource
+from workers.bulk import BulkRunner
+from workers.bulk_source import BulkSource
 from workers.callbacks.service import start_sender
 from workers.callbacks.signing import key_of, new_secret
 from workers.callbacks.wanted import new_callback

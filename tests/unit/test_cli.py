@@ -181,7 +181,7 @@ def test_a_long_wait_is_explained(database_url: str, monkeypatch: pytest.MonkeyP
 def test_a_batch_that_nobody_works_on_is_explained(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.bulk import BulkRunner
+    from workers.bulk_watch import BatchWatch
     from workers.cli import bulk_work
 
     source = tmp_path / "in.jsonl"
@@ -189,15 +189,15 @@ def test_a_batch_that_nobody_works_on_is_explained(
     monkeypatch.setattr(bulk_work, "_PATIENCE_S", 0.0)
 
     looks: list[str] = []
-    look = BulkRunner._look
+    look = BatchWatch.look
 
-    def stop_at_the_second_look(self: BulkRunner, batch_id: str, *more: float) -> object:
+    def stop_at_the_second_look(self: BatchWatch, batch_id: str, *more: float) -> object:
         looks.append(batch_id)
         if len(looks) == 2:
             raise KeyboardInterrupt
         return look(self, batch_id, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(BulkRunner, "_look", stop_at_the_second_look)
+    monkeypatch.setattr(BatchWatch, "look", stop_at_the_second_look)
     arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]
     done = run("bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), *arguments)
     assert done.exit_code == ExitCode.INTERRUPTED

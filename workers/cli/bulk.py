@@ -36,7 +36,7 @@ from workers.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from workers.bulk import BulkSource
+    from workers.bulk_source import BulkSource
 
 app = group(cls=CommandGroup, help="Run files of prompts, watch them, and export their answers.")
 
@@ -199,7 +199,7 @@ def run(
       cat prompts.jsonl | tokenmill bulk run - -o out.jsonl
     """
     settings = settings_from(broker_url=broker_url, database_url=database_url)
-    from workers import bulk
+    from workers import bulk_source
     from workers.bulk_export import check_output
     from workers.bulk_formats import FORMATS, Shape, guess_format
     from workers.bulk_input import LineOptions
@@ -223,7 +223,7 @@ def run(
         limit=limit,
         check=lambda payload: payload.check_limits(settings),
     )
-    with Client(settings) as client, bulk.open_input(source) as file:
+    with Client(settings) as client, bulk_source.open_input(source) as file:
         client.engine()  # before the file is read: a missing database is the quicker error
         kind = input_format or guess_format(source, file)
         shape = Shape(
@@ -232,7 +232,7 @@ def run(
             system=system,
             id_column=id_column,
         )
-        made, found = bulk.validate_source(
+        made, found = bulk_source.validate_source(
             source,
             file,
             options,
@@ -286,8 +286,8 @@ def resume(
     """
     settings = settings_from(broker_url=broker_url, database_url=database_url)
     from models_db.tables import BatchState
-    from workers.bulk import BulkSource
     from workers.bulk_export import check_output
+    from workers.bulk_source import BulkSource
     from workers.client import Client
     from workers.interrupt import Interruptible
 
@@ -396,8 +396,8 @@ def retry_failed(
     from models_db import jobs
     from models_db.session import transaction
     from models_db.tables import JobState
-    from workers.bulk import BulkSource
     from workers.bulk_export import check_output
+    from workers.bulk_source import BulkSource
     from workers.client import Client
     from workers.interrupt import Interruptible
 
@@ -439,8 +439,8 @@ def export(
     from models_db.batches import batch_progress
     from models_db.errors import UnknownBatchError
     from models_db.session import reading
-    from workers.bulk import BulkSource
     from workers.bulk_export import check_output
+    from workers.bulk_source import BulkSource
 
     check_output(output)
     with database(settings_from(database_url=database_url)) as engine:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from models_db.batches import BatchProgress
     from models_db.errors import TenantLimitError
-    from workers.bulk import BulkRunner, BulkSource
+    from workers.bulk import BulkRunner
     from workers.bulk_export import Exported
+    from workers.bulk_source import BulkSource
     from workers.client import Client
     from workers.interrupt import Interruptible
     from workers.progress import Reporter, Snapshot
@@ -194,7 +195,7 @@ def snapshot_of(progress: BatchProgress) -> Snapshot:
 def tenant_of(progress: BatchProgress) -> str | None:
     """For whom the lines are that do not say."""
     from backend.api import ConfigurationError
-    from workers.bulk import BulkSource
+    from workers.bulk_source import BulkSource
 
     try:
         tenant = BulkSource.from_json(progress.source).defaults.get("tenant")

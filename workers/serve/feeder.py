@@ -26,10 +26,11 @@ from models_db.batch_rows import BatchRow
 from models_db.errors import DatabaseError, DuplicateCustomIdError, TenantLimitError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState
-from workers.bulk import BulkRunner, BulkSource
+from workers.bulk import BulkRunner
 from workers.bulk_export import write_rows
 from workers.bulk_formats import Shape
 from workers.bulk_input import BulkInputError, LineError, validate
+from workers.bulk_source import BulkSource
 from workers.client import Client
 from workers.openai_lines import openai_lines
 
