@@ -151,12 +151,14 @@ def set_batch_state(
     error: str | None = None,
     at: datetime | None = None,
 ) -> bool:
-    """Move a batch on; ``False`` when it is terminal already (nothing changes). A terminal state stores its counts.
+    """Move a batch on; ``False`` when it is terminal already, or is being cancelled and this is no end: then nothing
+    changes. A terminal state stores its counts.
 
     Raises:
         UnknownBatchError: there is no such batch.
     """
-    if _lock_batch(conn, batch_id).terminal:
+    present = _lock_batch(conn, batch_id)
+    if present.terminal or (present is BatchState.CANCELLING and not state.terminal and state is not present):
         return False
     values: dict[str, Any] = {}
     if total is not None:

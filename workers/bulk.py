@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import IO
 
 from sqlalchemy import Connection
@@ -177,7 +178,10 @@ class BulkRunner:
                     if storing is not None and not self._stored(storing, batch_id):
                         break
                     if not chunk:
-                        self._begin_progress(batch_id)
+                        begin = partial(
+                            batches.set_batch_state, batch_id=batch_id, state=BatchState.IN_PROGRESS
+                        )
+                        transaction(self._engine, begin)
                         return
                     storing = Storing(beside, steps)
                     fed, unended = fed + len(chunk), unended + len(chunk)
@@ -244,11 +248,3 @@ class BulkRunner:
 
         transaction(self._engine, doubt)
         self.republish(batch_id)
-
-    def _begin_progress(self, batch_id: str) -> None:
-        def move(conn: Connection) -> None:
-            progress = batches.batch_progress(conn, batch_id)
-            if progress is not None and progress.state is BatchState.VALIDATING:
-                batches.set_batch_state(conn, batch_id, BatchState.IN_PROGRESS)
-
-        transaction(self._engine, move)

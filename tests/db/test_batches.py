@@ -135,6 +135,19 @@ def test_a_refused_input_fails_the_batch_with_its_reason(batch):
     )
 
 
+@pytest.mark.parametrize("state", [BatchState.VALIDATING, BatchState.IN_PROGRESS])
+def test_whoever_feeds_a_batch_that_is_being_cancelled_does_not_call_it_back(batch, state):
+    claim_one(batch, "b-0", "w")
+    with batch.begin() as conn:
+        request_cancel_batch(conn, "b")
+        assert not set_batch_state(conn, "b", state, total=9)
+        progress = batch_progress(conn, "b")
+    assert (progress.state, progress.total) == (BatchState.CANCELLING, 4)
+    finish_one(batch, "b-0", 1, "w")
+    with batch.begin() as conn:
+        assert finish_batch_if_done(conn, "b") is BatchState.CANCELLED
+
+
 def test_open_jobs_are_those_that_wait_or_run(batch):
     claim_one(batch, "b-0", "w")
     run(batch, "b-1")
