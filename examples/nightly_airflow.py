@@ -24,17 +24,20 @@ def nightly_prompts() -> None:
 
     @task.sensor(poke_interval=60, timeout=7 * 3600, mode="reschedule")
     def finished(batch_id: str) -> PokeReturnValue:
-        from models_db.batches import batch_progress
+        from models_db.batches import open_jobs
         from models_db.session import make_engine, reading
+        from models_db.tables import BatchState
         from workers.settings import load_settings
 
         engine = make_engine(load_settings().database_url)
         try:
             with reading(engine) as connection:
-                progress = batch_progress(connection, batch_id)
+                state, unended = open_jobs(
+                    connection, batch_id, 1
+                )  # asks whether any is open, and counts none
         finally:
             engine.dispose()
-        done = progress is not None and progress.total is not None and progress.done >= progress.total
+        done = state.terminal or (not unended and state is not BatchState.VALIDATING)
         return PokeReturnValue(is_done=done, xcom_value=batch_id)
 
     @task.bash

@@ -160,6 +160,14 @@ def test_what_cannot_be_done_is_refused_by_name(
         client.chat.completions.create(**({"model": "echo", "messages": ASK} | change))  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("body", [b"{", b"[1", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"5", b""])
+def test_a_body_that_cannot_be_read_is_the_caller_s_fault(url: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    refused = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("the body ")
+
+
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_structured_output_is_refused_in_openai_s_form(url: str, path: str, kind: str) -> None:

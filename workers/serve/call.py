@@ -62,6 +62,8 @@ class Call:
             return json.loads(bytes(body))
         except ValueError as error:
             raise invalid(f"the body is no JSON: {error}") from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply. Flatten it") from None
 
     async def read(self, look: Callable[[Connection], T]) -> T:
         """Ask the database, on a thread."""
