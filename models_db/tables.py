@@ -191,7 +191,7 @@ class Job(Base):
         CheckConstraint("attempt >= 0", name="attempt"),
         CheckConstraint("priority BETWEEN 0 AND 9", name="priority"),
         Index(None, "batch_id", "position"),  # export in input order
-        Index(None, "batch_id", "state", "published_at"),  # progress of a batch, and what of it is not published
+        Index(None, "batch_id", "state", "published_at"),  # a batch's progress, and what is unpublished
         Index(None, "state", "queue", "deaths"),  # what waits: to compare with the lists, and the suspects
         Index(None, "owner"),  # what a worker runs: cancels, take-over from the dead
         Index(None, "finished_at"),  # throughput history, retention
