@@ -233,7 +233,7 @@ def told_by_finaliser(count: int, *, backend: object = None, bad: int | None = N
     told: list[Any] = []
     posted: list[Callable[[], None]] = []
     threads = Later()
-    task = SimpleNamespace(backend=backend, outcome=lambda *_: nullcontext(), track_started=False)
+    task = SimpleNamespace(backend=backend, outcome=lambda *_, **__: nullcontext(), track_started=False)
     finaliser = Finaliser(task, threads, posted.append)  # type: ignore[arg-type]
 
     def trace(number: int) -> tuple[int, str, float]:
@@ -254,6 +254,7 @@ def told_by_finaliser(count: int, *, backend: object = None, bad: int | None = N
             job_id=f"j{number}",
             request=request,
             abandoned=False,
+            accepted=False,
             call=Call(trace, (number,), {}),
             callback=lambda _, number=number: told.append(("done", number)),
             error_callback=lambda _, number=number: told.append(("error", number)),
