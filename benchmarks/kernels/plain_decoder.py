@@ -48,13 +48,17 @@ def make_halves(num_heads: int, eps: float) -> tuple[Half, Half]:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The rotated queries and the residual; keys and values are written to the cache."""
+        """The rotated queries and the residual; keys and values are written to the cache.
+
+        ``keys`` and ``values`` are ``[slots, heads, size]``: were they made so in here, the compiler would write to a
+        copy of the whole cache, and copy that back.
+        """
         residual = residual + hidden
-        kv_heads, size = keys.shape[2:]
+        kv_heads, size = keys.shape[1:]
         heads = linear(rms_norm(residual, norm, eps), qkv).view(-1, num_heads + 2 * kv_heads, size)
         query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)
-        keys.flatten(0, 1)[slots] = rotate(key, cos, sin)
-        values.flatten(0, 1)[slots] = value
+        keys[slots] = rotate(key, cos, sin)
+        values[slots] = value
         return rotate(query, cos, sin), residual
 
     def after(
@@ -129,8 +133,8 @@ class PlainDecoder:
                 cos,
                 sin,
                 slots,
-                cache.keys[index],
-                cache.values[index],
+                cache.keys[index].flatten(0, 1),
+                cache.values[index].flatten(0, 1),
             )
             mixed = self.kernel.attend(query, index, cache, inputs, shape, layer.attention)
             hidden, residual = after(
