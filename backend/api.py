@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
+MAX_DEADLINE_S = 3650 * 86_400  # ten years: a moment so far away can still be written as a date
 
 
 # --------------------------------------------------------------------------------------------------------- errors
@@ -109,7 +110,10 @@ class EngineDeadError(TokenmillError):
 
 
 def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # nested too deeply, or a number with more digits than Python writes
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -287,7 +291,7 @@ class GenerationRequest(_Frozen):
     prompt: Prompt
     sampling: SamplingParams = SamplingParams()
     priority: int = Field(3, ge=0, le=9)
-    deadline_s: float | None = Field(None, gt=0)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
     stream: bool = False
 
 

@@ -49,7 +49,8 @@ def store_dead_letters(conn: Connection, letters: Sequence[NewDeadLetter]) -> No
     ]
     insert_or_ignore(conn, DeadLetter, rows, [DeadLetter.id])
     reasons = {letter.job_id: letter.reason for letter in letters if letter.job_id is not None}
-    for job in lock_jobs(conn, [job_id for job_id in reasons if len(job_id) <= 155]).values():
+    known = [job_id for job_id in reasons if len(job_id) <= 155 and clean_text(job_id) == job_id]
+    for job in lock_jobs(conn, known).values():
         if job.state is JobState.QUEUED:
             end_jobs(conn, [job.id], JobState.FAILED, utcnow(), UNREADABLE, clean_text(reasons[job.id]))
 

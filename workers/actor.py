@@ -81,7 +81,9 @@ class Actor:
         while True:
             event = self._due()
             if event is None:
-                timeout = max(0.0, self._timers[0][0] - self._clock()) if self._timers else None
+                # What is due later than a thread can wait for is looked at again then.
+                left = self._timers[0][0] - self._clock() if self._timers else None
+                timeout = None if left is None else min(max(0.0, left), threading.TIMEOUT_MAX)
                 try:
                     event = self._events.get(timeout=timeout)
                 except queue.Empty:

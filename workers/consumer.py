@@ -15,7 +15,7 @@ from celery.worker.consumer import Consumer
 from kombu.utils.json import dumps
 
 from workers.payload import TASK_NAME
-from workers.request import GenerateRequest
+from workers.request import GenerateRequest, UnfitTaskError
 from workers.tracing import build_tracer
 
 logger = get_logger(__name__)
@@ -89,7 +89,8 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Its body is no task."""
-        self._put_aside(message, f"it is no valid task ({type(exc).__name__})")
+        why = str(exc) if isinstance(exc, UnfitTaskError) else type(exc).__name__
+        self._put_aside(message, f"it is no valid task ({why})")
         signals.task_rejected.send(sender=self, message=message, exc=exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
@@ -115,11 +116,16 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
         headers = message.headers if isinstance(message.headers, dict) else {}
         job_id = headers.get("id") if isinstance(headers.get("id"), str) else None
         queue = str(message.delivery_info.get("routing_key") or "")
-        raw = getattr(message, "_raw", None)
-        message.channel.put_aside(
-            queue, reason, dumps(raw) if raw is not None else json.dumps(headers), job_id
-        )
+        message.channel.put_aside(queue, reason, _text_of(getattr(message, "_raw", None), headers), job_id)
         message.ack_log_error(logger, self.connection_errors)
+
+
+def _text_of(raw: Any, headers: dict[str, Any]) -> str:
+    """A message as JSON, as far as it can be written; what cannot even be kept must not come again for ever."""
+    try:
+        return str(dumps(raw) if raw is not None else json.dumps(headers))
+    except Exception as exc:  # nested too deeply
+        return f"(a message that cannot be written as JSON: {type(exc).__name__})"
 
 
 def _is_revoked(request: Any) -> bool:

@@ -23,7 +23,7 @@ from kombu.transport import virtual
 logger = get_logger(__name__)
 
 MOST_AT_ONCE = 64
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What kombu raises over a message that it cannot read."""
 
 MOST_BYTES = 1_000_000  # of messages in one answer, roughly

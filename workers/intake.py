@@ -8,6 +8,8 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
+from celery.utils.log import get_logger
+
 from backend.api import GenerationHandle, GenerationResult, RequestError, TokenmillError, UnknownModelError
 from models_db.errors import InvalidValueError
 from models_db.records import NewJob, StoredResult
@@ -17,6 +19,8 @@ from workers.payload import GeneratePayload, queue_for
 from workers.request import GenerateRequest
 from workers.settings import Settings
 from workers.stored import StoredRequest
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,10 @@ class Run:
 
 
 def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None:
-    """Fill in ``payload`` or ``error``, and ``job`` where a row can be written for it."""
+    """Fill in ``payload`` or ``error``, and ``job`` where a row can be written for it.
+
+    Raises nothing, whatever the message holds: it would be delivered again, and end one worker after the other.
+    """
     request = delivery.request
     try:
         delivery.payload = _payload(request, settings)
@@ -109,11 +116,32 @@ def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None
         delivery.error = _without_text(exc)
     except TokenmillError as exc:
         delivery.error = exc
+    except Exception as exc:
+        delivery.error = _unreadable(delivery, exc)
     try:
         delivery.job = _job(request, delivery.payload, settings, now)
-    except InvalidValueError as exc:
-        delivery.error = RequestError(str(exc))
+    except Exception as exc:
+        invalid = isinstance(exc, InvalidValueError)
+        delivery.error = RequestError(str(exc)) if invalid else _unreadable(delivery, exc)
+        delivery.job = _bare_job(request, settings, now)
         delivery.payload = None
+
+
+def _unreadable(delivery: Delivery, error: Exception) -> RequestError:
+    """Why the job fails, by the kind of error alone: its text may quote the prompt."""
+    kind = type(error).__name__
+    logger.error("The payload of job %s cannot be read: %s", delivery.job_id, kind)
+    return RequestError(
+        f"cannot be read ({kind})", field="payload", fix="Compare it with payload.schema.json"
+    )
+
+
+def _bare_job(request: GenerateRequest, settings: Settings, now: datetime) -> NewJob | None:
+    """A row that says that the job has failed; none where not even its id can be stored."""
+    try:
+        return _job(request, None, settings, now)
+    except Exception:
+        return None
 
 
 def _without_text(error: RequestError) -> RequestError:

@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from backend.api import (
+    MAX_DEADLINE_S,
     MAX_SEED,
     ChatMessage,
     GenerationRequest,
@@ -101,7 +102,9 @@ class GeneratePayload(SamplingParams):
     messages: tuple[ChatMessage, ...] | None = None
     token_ids: tuple[TokenId, ...] | None = None
     priority: int = Field(DEFAULT_PRIORITY, ge=0, le=9, description="0 is the most urgent")
-    deadline_s: float | None = Field(None, gt=0, description="counts from submission")
+    deadline_s: float | None = Field(
+        None, gt=0, le=MAX_DEADLINE_S, description="counts from submission; ten years at most"
+    )
     tenant: str | None = Field(None, min_length=1, max_length=255)
     custom_id: str | None = Field(None, min_length=1, max_length=255)
     return_token_ids: bool = Field(False, description="store the token ids beside the text")
@@ -420,7 +423,8 @@ def _message(job_id: str, body: str, model: str, priority: int, origin: str, tag
 
 def describe(model: object) -> str:
     """What logs and events show in place of the arguments: never the prompt."""
-    return f"(<tokenmill payload for {str(model)[:80]}>,)"
+    name = model if isinstance(model, str) else type(model).__name__
+    return f"(<tokenmill payload for {name[:80]}>,)"
 
 
 def wire(message: Mapping[str, Any]) -> tuple[str, bytes]:

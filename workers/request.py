@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, InvalidTaskError
 from celery.utils.log import get_logger
 from celery.worker import state
 from celery.worker.request import Request
@@ -17,13 +17,17 @@ from workers.leases import give_back
 from workers.payload import describe
 from workers.results import BACKEND_AWAY
 from workers.revokes import revoked_here
-from workers.stored import names_links
+from workers.stored import names_links, stamps_of, time_limits
 
 if TYPE_CHECKING:
     from workers.intake import Delivery
     from workers.tracing import Beginning
 
 logger = get_logger(__name__)
+
+
+class UnfitTaskError(InvalidTaskError):  # type: ignore[misc]
+    """Celery's headers of a task are not what they must be; the text quotes none of them."""
 
 
 class QuietRequest(Request):  # type: ignore[misc]
@@ -60,8 +64,14 @@ class GenerateRequest(QuietRequest):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        try:
+            hard_s, soft_s = time_limits(self._request_dict)
+            stamps_of(self._request_dict)  # the delivery table asks for them, which no message may break
+        except ValueError as exc:
+            raise UnfitTaskError(str(exc)) from None
+        if not isinstance(self.id, str):
+            raise UnfitTaskError(f"its id must be text, not {type(self.id).__name__}")
         # Celery keeps the task's own limits as they were when the worker started, whatever ``control time_limit`` says.
-        hard_s, soft_s = self._request_dict.get("timelimit") or (None, None)
         self.time_limits = (hard_s or self.task.time_limit, soft_s or self.task.soft_time_limit)
 
     def _shown_args(self) -> str:

@@ -271,6 +271,8 @@ def unreadable(raw: bytes) -> str | None:
         message = json.loads(raw)
     except ValueError:
         return "it is no JSON"
+    except RecursionError:
+        return "it is nested too deeply"
     if not isinstance(message, Mapping):
         return "it is no JSON object"
     properties = message.get("properties")
