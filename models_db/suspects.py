@@ -80,10 +80,15 @@ def claim_suspects(
 ) -> list[ClaimedSuspect]:
     """Claim up to ``limit`` suspects, oldest first: those for a group, or those that run alone.
 
-    Claims nothing when the lock is not this worker's. A job without a stored message cannot be run from here and
-    is left for its own delivery.
+    Claims nothing when the lock is not this worker's. A job without a stored message is claimed, too: no delivery
+    may start a suspect, so that only the caller can end it.
+
+    Doing it again with the same ``now`` returns what an earlier commit with it has claimed, whose answer was lost:
+    nobody else would ever know that the worker has these jobs.
     """
     now = now or utcnow()
+    if claimed := _claimed_at(conn, queue, worker_id, now):
+        return claimed
     held = select(FleetLock.owner).where(FleetLock.name == lock).with_for_update()
     if conn.scalar(held) != worker_id:
         return []
@@ -101,3 +106,16 @@ def claim_suspects(
         ClaimedSuspect(job.id, job.attempt + 1, job.created_at, job.deadline_at, stored[job.id])
         for job in locked
     ]
+
+
+def _claimed_at(conn: Connection, queue: str, worker_id: str, at: datetime) -> list[ClaimedSuspect]:
+    """The suspects that this worker has run since exactly then."""
+    query = (
+        select(Job.id, Job.attempt, Job.created_at, Job.deadline_at)
+        .where(Job.owner == worker_id, Job.started_at == at, Job.queue == queue)
+        .where(Job.state == JobState.RUNNING, Job.deaths >= SUSPECT_DEATHS)
+        .order_by(Job.created_at, Job.id)
+    )
+    rows = conn.execute(query).all()
+    stored = stored_messages(conn, [row.id for row in rows])
+    return [ClaimedSuspect(*row, stored[row.id]) for row in rows]

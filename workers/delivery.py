@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from functools import partial
@@ -41,6 +41,7 @@ from workers.revokes import Revokes
 from workers.runs import AT_SHUTDOWN, Runs, Store, StreamSink
 from workers.settings import Settings
 from workers.spool import OutageBook, Spool
+from workers.strays import Strays
 from workers.suspects import Suspects
 from workers.tasks import Outcome
 
@@ -113,6 +114,8 @@ class DeliveryTable:
             period_s=settings.heartbeat_interval_s,
             clock=clock,
         )
+        self._strays = Strays(self._actor, store, self._held_jobs, announce)
+        self._claiming: dict[int, str] = {}
         self._pause = pause
         self._isolated = False
         self._numbers = itertools.count(1)
@@ -131,6 +134,11 @@ class DeliveryTable:
     def running(self) -> int:
         """Jobs that this worker owns."""
         return len(self._runs)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a delivery has not ended, or a job is here without one, as suspects are."""
+        return bool(self.pending or self._runs or self.suspects.claiming)
 
     @property
     def duplicates(self) -> int:
@@ -172,6 +180,10 @@ class DeliveryTable:
     def on_database(self, healthy: bool) -> None:
         """The database is away, or back."""
         self._actor.send(partial(self._runs.on_database, healthy))
+
+    def reconcile(self, owned: Mapping[str, int]) -> None:
+        """These jobs run here, with these attempts, as the database sees it: see ``workers.strays``."""
+        self._actor.send(partial(self._on_owned, owned))
 
     def close(self) -> None:
         """Let nothing more into the backend; what has not entered it goes back, what runs goes on."""
@@ -246,10 +258,12 @@ class DeliveryTable:
 
     def _claim(self, delivery: Delivery) -> None:
         assert delivery.job is not None
+        self._claiming[delivery.number] = delivery.job_id
         item = ClaimItem(delivery.job, self._settings.max_queue_age_s)
         self._actor.when(self._store.claim(item), partial(self._on_claimed, delivery))
 
     def _on_claimed(self, delivery: Delivery, future: Future[ClaimOutcome]) -> None:
+        self._claiming.pop(delivery.number, None)
         if error := future.exception():
             self._on_unclaimable(delivery, error)
             return
@@ -317,6 +331,13 @@ class DeliveryTable:
                 self._endings.acknowledge_ending(delivery)
 
         self._actor.when(self._store.call(lambda conn: request_cancel(conn, [delivery.job_id])), flagged)
+
+    def _held_jobs(self) -> set[str]:
+        return self._runs.ids() | set(self._claiming.values())
+
+    def _on_owned(self, owned: Mapping[str, int]) -> None:
+        if not self.suspects.claiming:  # nobody knows yet which they are
+            self._strays.look(owned)
 
     # --------------------------------------------------------------------------------------- cancel, close, death
 

@@ -23,6 +23,7 @@ from backend.api import (
 )
 from models_db.claims import WAITED_TOO_LONG, ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import WriterStoppedError
+from models_db.faults import summary
 from models_db.suspects import ClaimedSuspect
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
@@ -114,6 +115,10 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    def ids(self) -> set[str]:
+        """The jobs that this worker owns."""
+        return set(self._runs)
 
     def get(self, job_id: str) -> Run | None:
         """The run of this job that a delivery can join."""
@@ -389,6 +394,11 @@ class Runs:
             self._finish(run, JobState.FAILED, error=error)
             return
         logger.error("The end of job %s is not committed (%r); it is delivered again", run.job_id, error)
+        if not isinstance(error, WriterStoppedError):
+            # The row still says that it runs here, and while we live no other worker would take it over.
+            run.finishing = False
+            self.release(run, AttemptOutcome.RELEASED, f"its end was refused: {summary(error)}")
+            return
         self._forget(run)
         for delivery in self._live(run):
             self._endings.hand_back(delivery)
@@ -428,14 +438,14 @@ class Runs:
         if run.finishing or run.releasing:
             return
         run.releasing = True
-        if run.handle is not None:
+        if run.handle is not None and not run.handle.done():
             run.handle.cancel()
         item = ReleaseItem(run.job_id, run.attempt, outcome, why)
         self._actor.when(self._store.release(item), partial(self._on_released, run))
 
     def _on_released(self, run: Run, future: Future[bool]) -> None:
         if error := future.exception():
-            logger.error("Job %s is not released (%r); it is taken over later", run.job_id, error)
+            logger.error("Job %s is not released yet: %r", run.job_id, error)  # see workers.strays
         self._forget(run)
         if not run.deliveries:
             self._announce(

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import datetime
 from functools import partial
 from typing import Protocol
 
 from celery.utils.log import get_logger
 from sqlalchemy import Connection
 
+from models_db.base import utcnow
 from models_db.suspects import (
     ClaimedSuspect,
     Waiting,
@@ -61,6 +63,7 @@ class Suspects:
         slots: int,
         period_s: float,
         clock: Callable[[], float],
+        now: Callable[[], datetime] = utcnow,
     ) -> None:
         self._actor = actor
         self._store = store
@@ -72,21 +75,28 @@ class Suspects:
         self._group = max(1, math.ceil(math.sqrt(slots)))
         self._period = period_s
         self._clock = clock
+        self._now = now
         self._holding = False
         self._isolated = False
         self._alone_since: float | None = None  # isolated, and nothing else has run since then
         self._seen = 0  # looks in a row at suspects that wait to run alone
         self._going = 0  # suspects that run here
+        self._claiming = False
         self._closed = False
+
+    @property
+    def claiming(self) -> bool:
+        """Whether a claim is on its way, so that this worker may own jobs that nobody here knows of yet."""
+        return self._claiming
 
     def start(self) -> None:
         """Look for suspects from now on."""
         self._actor.send(self._look)
 
     def close(self) -> None:
-        """Start no more; what runs is the table's business."""
+        """Start no more. What runs is the table's business; the lock is kept until it has ended."""
         self._closed = True
-        self._leave()
+        self._leave_when_done()
 
     # ------------------------------------------------------------------------------------------------ internals
 
@@ -99,6 +109,8 @@ class Suspects:
         self._actor.after(self._period if delay_s is None else delay_s, self._look)
 
     def _on_waiting(self, future: Future[Waiting]) -> None:
+        if self._closed:
+            return
         if future.exception() is not None:
             self._again()
             return
@@ -128,6 +140,9 @@ class Suspects:
                 self._again()
                 return
             self._holding = True
+            if self._closed:
+                self._leave()
+                return
             self._isolated = True
             self._host.isolate(True)
             self._wait_until_alone()
@@ -137,7 +152,7 @@ class Suspects:
 
     def _wait_until_alone(self) -> None:
         if self._closed:
-            return
+            return  # close() has left
         if self._host.busy:
             self._actor.after(_CHECK_S, self._wait_until_alone)
         else:
@@ -148,17 +163,21 @@ class Suspects:
     def _claim(self, *, alone: bool) -> None:
         limit = 1 if alone else self._group
         queue, lock, worker_id = self._queue, self._lock, self._worker_id
+        now = self._now()  # the same whenever this is run again
 
         def work(conn: Connection) -> Sequence[ClaimedSuspect] | None:
             if not take_lock(conn, lock, worker_id):
                 return None
-            return claim_suspects(conn, queue, lock, worker_id, limit, alone=alone)
+            return claim_suspects(conn, queue, lock, worker_id, limit, alone=alone, now=now)
 
+        self._claiming = True
         self._actor.when(self._store.call(work), partial(self._on_claimed, alone))
 
     def _on_claimed(self, alone: bool, future: Future[Sequence[ClaimedSuspect] | None]) -> None:
+        self._claiming = False
         claimed = None if future.exception() is not None else future.result()
         if claimed is None:
+            self._leave_when_done()
             self._again()
             return
         self._holding = True
@@ -169,12 +188,18 @@ class Suspects:
         for suspect in claimed:
             self._runs.begin_suspect(suspect, self._on_ended)
         if not self._going:
+            self._leave_when_done()
             self._again()
 
     def _on_ended(self) -> None:
         self._going -= 1
         if not self._going:
+            self._leave_when_done()
             self._again(0.0)
+
+    def _leave_when_done(self) -> None:
+        if self._closed and not self._going and not self._claiming:
+            self._leave()
 
     def _leave(self) -> None:
         if self._isolated:

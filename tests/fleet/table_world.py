@@ -47,6 +47,13 @@ class Clock:
         return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.seconds)
 
 
+def failing(error: BaseException) -> Future[Any]:
+    """What an operation answers that the database refuses."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 class FakeBackend:
     """Takes requests and ends them when told to; begins them at once unless ``starts`` is false."""
 
@@ -115,9 +122,7 @@ class SqlStore:
     def finish(self, item: FinishItem) -> Future[bool]:
         if error := self.finish_error:
             self.finish_error = None
-            future: Future[bool] = Future()
-            future.set_exception(error)
-            return future
+            return failing(error)
         return self._do(lambda conn: claims.finish(conn, [item], self._worker_id, now=self._now())[0])
 
     def release(self, item: ReleaseItem) -> Future[bool]:
