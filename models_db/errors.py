@@ -21,6 +21,12 @@ class DatabaseUnavailableError(DatabaseError):
     code = "database_unavailable"
 
 
+class CommitUnknownError(DatabaseUnavailableError):
+    """The connection was lost while a transaction was being committed: all of it may be stored, or nothing."""
+
+    code = "commit_unknown"
+
+
 class SchemaError(DatabaseError):
     """The tables are missing or belong to another version of Tokenmill."""
 

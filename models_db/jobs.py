@@ -74,12 +74,17 @@ __all__ = [
 
 
 def insert_jobs(
-    conn: Connection, jobs: Sequence[NewJob], limits: Mapping[str, TenantLimit] | None = None
+    conn: Connection,
+    jobs: Sequence[NewJob],
+    limits: Mapping[str, TenantLimit] | None = None,
+    *,
+    replay: bool = False,
 ) -> list[InsertOutcome]:
     """Insert jobs as ``queued``; one outcome a job, in their order.
 
     A job whose idempotency key is taken by an equal payload is not inserted: its outcome names the existing job.
-    After an error the caller must roll back; nothing of the list is then stored.
+    After an error the caller must roll back; nothing of the list is then stored. ``replay`` says that an earlier
+    commit of this very call may have gone through: what is there under the same ids was inserted by it.
 
     Raises:
         IdempotencyConflictError: the key belongs to a job with another payload.
@@ -88,6 +93,11 @@ def insert_jobs(
         UnknownBatchError: a job names a batch that does not exist.
         TenantLimitError: those that are new do not fit ``limits``, which are of the tenants that have one.
     """
+    if replay and (stored := job_states(conn, [job.id for job in jobs])):
+        others = iter(insert_jobs(conn, [job for job in jobs if job.id not in stored], limits))
+        return [
+            InsertOutcome(job.id, True, stored[job.id]) if job.id in stored else next(others) for job in jobs
+        ]
     first_by_key: dict[str, NewJob] = {}
     for job in jobs:
         if job.idempotency_key is not None:

@@ -6,21 +6,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.engine.interfaces import ExceptionContext
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
 from models_db.base import dump_json
-from models_db.errors import DatabaseUnavailableError, DatabaseUrlError
-from models_db.faults import Fault, classify
+from models_db.errors import CommitUnknownError, DatabaseError, DatabaseUnavailableError, DatabaseUrlError
+from models_db.faults import Fault, classify, summary
 
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5
 SQLITE_BUSY_TIMEOUT_S = 15
+_REFUSALS = 3  # of work that may be in its own way, before they are believed
 
 _EXAMPLES = "sqlite:///tokenmill.db, postgresql://user@host/name or mariadb://user@host/name"
 _READ_ONLY = "tokenmill_read_only"
@@ -123,14 +125,25 @@ def transaction(
     """Run ``work`` in a transaction and commit; again after a deadlock or a lock that timed out.
 
     Raises:
-        DatabaseUnavailableError: the database does not answer, or every try lost the race for its locks.
+        CommitUnknownError: the connection was lost at the commit: all of it is stored, or nothing.
+        DatabaseUnavailableError: the database does not answer, or every try lost the race for its locks; nothing is
+            stored.
     """
     for number in range(1, tries + 1):
+        committing = False
         try:
             with engine.begin() as conn:
-                return work(conn)
-        except DBAPIError as exc:
-            if classify(exc) is not Fault.TRANSIENT:
+                value = work(conn)
+                committing = True
+            return value
+        except (DatabaseUnavailableError, DBAPIError) as exc:
+            fault = classify(exc)
+            if fault is Fault.AWAY and committing:
+                raise CommitUnknownError(
+                    f"the connection to database {redact(engine.url)} was lost during a commit ({summary(exc)}): what "
+                    "it was to store may be there or not. Look before you do it again"
+                ) from exc
+            if fault is not Fault.TRANSIENT:
                 raise
             if number == tries:
                 raise DatabaseUnavailableError(
@@ -139,6 +152,53 @@ def transaction(
                 ) from exc
             sleep(0.01 * 2**number)
     raise ValueError(f"tries: must be at least 1 (got {tries})")
+
+
+def certain(
+    engine: Engine,
+    work: Callable[[Connection, bool], T],
+    *,
+    patience_s: float = 10.0,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """``transaction`` for work that must not be done twice, and whose caller must know whether it was done.
+
+    When the answer to a commit is lost, ``work`` runs again, on a new connection, for as long as ``patience_s``. Its
+    second argument is then true: it must look for what it may have stored before, and store only what is not there.
+
+    Raises:
+        CommitUnknownError: the database did not come back in time, so that nobody can tell.
+        DatabaseUnavailableError: as above; nothing is stored.
+    """
+    unknown: CommitUnknownError | None = None
+    give_up, pause_s, refusals = 0.0, 0.05, 0
+    while True:
+        try:
+            return transaction(engine, partial(_again, work, unknown is not None), sleep=sleep)
+        except CommitUnknownError as exc:
+            if unknown is None:
+                give_up = clock() + patience_s
+            unknown = exc
+        except DatabaseUnavailableError:
+            if unknown is None:
+                raise
+        except (DatabaseError, IntegrityError):
+            # The server may still be at the commit whose answer was lost, and what it stores is in its own way.
+            refusals += 1
+            if unknown is None or refusals > _REFUSALS:
+                raise
+        except DBAPIError as exc:
+            if unknown is None or classify(exc) is not Fault.AWAY:
+                raise
+        if clock() >= give_up:
+            raise unknown
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def _again(work: Callable[[Connection, bool], T], replay: bool, conn: Connection) -> T:
+    return work(conn, replay)
 
 
 def redact(url: str | URL) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 
+from sqlalchemy import Connection
+
 from models_db import reuse
+from models_db.jobs import job_states
 from models_db.reuse import ReusedJob
-from models_db.session import reading, transaction
+from models_db.session import certain, reading
 from workers.client import Client, Submission
 
 
@@ -41,7 +44,12 @@ class Reuser:
             return
         jobs = self._client.new_jobs([submission for submission, _ in lines])
         reused = [ReusedJob(job, source) for job, (_, source) in zip(jobs, lines, strict=True)]
-        done = transaction(self._client.engine(), lambda conn: reuse.insert_reused(conn, reused))
+        ids = [job.id for job in jobs]
+
+        def insert(conn: Connection, replay: bool) -> set[str]:
+            return (replay and set(job_states(conn, ids))) or reuse.insert_reused(conn, reused)
+
+        done = certain(self._client.engine(), insert)
         # Retention may have removed an answer since we looked.
         left = [line[0] for line, job in zip(lines, jobs, strict=True) if job.id not in done]
         if left:
@@ -56,4 +64,4 @@ class Reuser:
             if content is not None
         }
         if asked:
-            transaction(self._client.engine(), lambda conn: reuse.remember(conn, asked))
+            certain(self._client.engine(), lambda conn, _replay: reuse.remember(conn, asked))

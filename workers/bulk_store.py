@@ -9,11 +9,13 @@ from datetime import datetime
 from functools import partial
 from itertools import groupby
 
+from sqlalchemy import Connection
+
 from backend.api import RequestError, check_text
 from models_db import batches
 from models_db.batches import EndedLine
 from models_db.errors import TenantLimitError
-from models_db.session import transaction
+from models_db.session import certain
 from models_db.tables import JobState
 from workers.bulk_input import BulkLine, LineError
 from workers.bulk_reuse import Reuser
@@ -90,12 +92,15 @@ class LineStore:
 
     def _insert_ended(self, lines: Sequence[EndedLine]) -> None:
         model = self._client.settings.model
-        transaction(
-            self._client.engine(),
-            lambda conn: batches.insert_ended_lines(
-                conn, self._batch_id, lines, model=model, queue=queue_for(model)
-            ),
-        )
+
+        def insert(conn: Connection, replay: bool) -> None:
+            if replay and batches.positions_after(conn, self._batch_id, lines[0].position - 1, 1) == [
+                lines[0].position
+            ]:
+                return  # all of them are in
+            batches.insert_ended_lines(conn, self._batch_id, lines, model=model, queue=queue_for(model))
+
+        certain(self._client.engine(), insert)
 
 
 class Storing:

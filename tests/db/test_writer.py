@@ -20,6 +20,7 @@ from models_db.session import make_engine
 from models_db.tables import EngineSample, Job, JobState, Worker, WorkerState
 from models_db.writer import DatabaseThread
 from tests.db.helpers import add_jobs, add_workers, attempts, claim_one, new_job, new_result, new_sample
+from tests.db.outage import Outage
 from tests.servers import ServerUnavailableError, fresh_database, private_server, skip_or_fail
 
 LIMIT_S = 20
@@ -327,43 +328,6 @@ def test_a_thread_that_never_started_fails_what_it_was_given(fleet):
 
 
 # ------------------------------------------------------------------------------------------------------ outages
-
-
-class Outage:
-    """Makes an engine fail as if its server were gone: so many times at connecting, so many at committing."""
-
-    def __init__(self, engine, *, connects=0):
-        self.engine = engine
-        self.connects = connects
-        self.commits = 0
-        self.commit_goes_through = False
-        self.delays = []
-        self.health = []
-
-    def on_health(self, healthy, error):
-        self.health.append((healthy, type(error).__name__ if error else None))
-
-    def __enter__(self):
-        event.listen(self.engine, "engine_connect", self._connect)
-        event.listen(self.engine, "commit", self._commit)
-        return self
-
-    def __exit__(self, *_exc):
-        event.remove(self.engine, "engine_connect", self._connect)
-        event.remove(self.engine, "commit", self._commit)
-
-    def _connect(self, _conn):
-        if self.connects > 0:
-            self.connects -= 1
-            raise DatabaseUnavailableError("gone")
-
-    def _commit(self, conn):
-        if self.commits > 0:
-            self.commits -= 1
-            if self.commit_goes_through:
-                conn.connection.dbapi_connection.commit()
-            conn.invalidate()
-            raise DatabaseUnavailableError("gone at COMMIT")
 
 
 def test_an_outage_is_waited_out_with_nothing_lost(fleet):

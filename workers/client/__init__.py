@@ -9,7 +9,8 @@ Example::
         print(job.wait(timeout_s=60).text)
 
 ``submit`` commits the row of a job with its whole message and then publishes it, so an accepted job is never
-lost: when Redis is away, the row stays and the id is returned all the same. With ``database_url=None`` a
+lost: when Redis is away, the row stays and the id is returned all the same. Where the answer to that commit is
+lost, ``submit`` looks the id up rather than leave you in doubt. With ``database_url=None`` a
 client has Redis alone: it can submit, and the worker writes the row, but status, result, cancel and
 idempotency keys are refused, and what Redis loses before a worker has it is lost.
 """
@@ -17,7 +18,13 @@ idempotency keys are refused, and what Redis loses before a worker has it is los
 from models_db.errors import TenantLimitError
 from workers.callbacks.signing import CallbackSignatureError, verify_callback
 from workers.client.aio import AsyncClient, AsyncJobHandle
-from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
+from workers.client.errors import (
+    JobFailedError,
+    JobNotFinishedError,
+    NoDatabaseError,
+    SubmissionUnknownError,
+    WaitTimeoutError,
+)
 from workers.client.streaming import StreamTimeoutError
 from workers.client.sync import Client, JobHandle, Submission
 from workers.streams import StreamEnd, StreamEvent
@@ -35,6 +42,7 @@ __all__ = [
     "StreamEvent",
     "StreamTimeoutError",
     "Submission",
+    "SubmissionUnknownError",
     "TenantLimitError",
     "WaitTimeoutError",
     "verify_callback",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backend.api import ConfigurationError, TokenmillError
+from models_db.errors import CommitUnknownError
 from models_db.jobs import JobStatus
 from models_db.tables import JobState
 
@@ -22,6 +25,20 @@ class NoDatabaseError(ConfigurationError):
         super().__init__(
             f"{what} needs the database, and this client was made with database_url=None. "
             "Give it database_url, or read Celery's own result with AsyncResult(job.id)"
+        )
+
+
+class SubmissionUnknownError(CommitUnknownError):
+    """The database went away while it stored jobs, so that they are accepted or not: all of ``job_ids``, or none."""
+
+    code = "submission_unknown"
+
+    def __init__(self, job_ids: Sequence[str], cause: CommitUnknownError) -> None:
+        self.job_ids = list(job_ids)
+        more = f" and {len(job_ids) - 1} more" if len(job_ids) > 1 else ""
+        super().__init__(
+            f"job {job_ids[0]}{more} may have been stored, and then runs: {cause}. With an idempotency key, submit "
+            "again; without one, ask for its status first, or it may run twice"
         )
 
 

@@ -21,17 +21,23 @@ from sqlalchemy import Connection, Engine
 from backend.api import MAX_SEED, ConfigurationError
 from models_db import jobs
 from models_db.base import JsonText
-from models_db.errors import DatabaseError, DatabaseUnavailableError, UnknownJobError
+from models_db.errors import CommitUnknownError, DatabaseError, DatabaseUnavailableError, UnknownJobError
 from models_db.ids import uuid7
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
 from models_db.migrate import check_schema
-from models_db.session import make_engine, reading, transaction
+from models_db.session import certain, make_engine, reading
 from models_db.tables import JobState
 from models_db.tenants import TenantLimit
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.callbacks.wanted import wanted_callback
 from workers.chunks import take_chunk
-from workers.client.errors import JobFailedError, JobNotFinishedError, NoDatabaseError, WaitTimeoutError
+from workers.client.errors import (
+    JobFailedError,
+    JobNotFinishedError,
+    NoDatabaseError,
+    SubmissionUnknownError,
+    WaitTimeoutError,
+)
 from workers.client.streaming import concluded, read_stream
 from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
 from workers.settings import Settings, load_settings
@@ -152,6 +158,9 @@ class Client:
             RequestError: the request is bad; nothing was stored.
             IdempotencyConflictError: the key belongs to a job with another payload.
             TenantLimitError: the payload's tenant has as much open as it may; nothing was stored.
+            SubmissionUnknownError: the database went away while it stored the job, and did not come back soon. The job
+                may be stored, and then runs: with an ``idempotency_key``, submit it again; without one, look for its
+                id first (``error.job_ids``).
             DatabaseUnavailableError, SchemaError: nothing was stored.
             BrokerUnavailableError: only without a database; with one the job is kept and published later.
         """
@@ -165,7 +174,8 @@ class Client:
 
         Each request has the fields of the payload, and may have an ``idempotency_key``. A bad request raises
         before its own chunk is stored; the chunks before it have been accepted and their handles given out. While
-        a chunk is being stored, the next one is read and checked.
+        a chunk is being stored, the next one is read and checked. Raises otherwise as ``submit``, of one chunk: all
+        of it is stored, or nothing.
         """
         submissions = map(self._submission, requests)
 
@@ -214,10 +224,23 @@ class Client:
             self._broker.push(map(_delivery, new))
             return [JobHandle(job.id, client=self) for job in new]
         limits = self._limits(new) if limited else None
-        outcomes = self._write("submit", lambda connection: jobs.insert_jobs(connection, new, limits))
+        outcomes = self._insert(new, limits)
         created = [job for job, outcome in zip(new, outcomes, strict=True) if outcome.created]
         published = self._publish(created)
         return [JobHandle(outcome.id, outcome.created, published, self) for outcome in outcomes]
+
+    def _insert(
+        self, new: Sequence[NewJob], limits: Mapping[str, TenantLimit] | None
+    ) -> list[jobs.InsertOutcome]:
+        """Store them once, also where the answer to the commit is lost: the ids are ours, so they can be looked up."""
+        try:
+            return certain(
+                self.engine(),
+                lambda connection, replay: jobs.insert_jobs(connection, new, limits, replay=replay),
+                sleep=self._sleep,
+            )
+        except CommitUnknownError as error:
+            raise SubmissionUnknownError([job.id for job in new], error) from error
 
     def _limits(self, new: Sequence[NewJob]) -> dict[str, TenantLimit]:
         """Of those tenants that have one."""
@@ -417,7 +440,8 @@ class Client:
     def _write(self, what: str, work: Callable[[Connection], T]) -> T:
         if not self.has_database:
             raise NoDatabaseError(what)
-        return transaction(self.engine(), work)
+        # Doing any of these twice is as doing them once.
+        return certain(self.engine(), lambda connection, _replay: work(connection), sleep=self._sleep)
 
     def close(self) -> None:
         """Close the connections; the client can be used again and opens new ones."""

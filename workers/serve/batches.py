@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
 from models_db.batches import BatchProgress
-from models_db.session import transaction
+from models_db.ids import uuid7
+from models_db.session import certain, transaction
 from models_db.tables import BatchState, JobState
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.call import Call, page_size
@@ -92,15 +93,17 @@ async def create(call: Call) -> Response:
         raise invalid(f"endpoint: must be {' or '.join(_ENDPOINTS)}", param="endpoint")
     if request.completion_window != _WINDOW:
         raise invalid(f"completion_window: must be {_WINDOW}", param="completion_window")
-    tenant = call.tenant or ""
+    tenant, batch_id = call.tenant or "", uuid7()
 
-    def make(conn: Connection) -> str | None:
+    def make(conn: Connection, replay: bool) -> bool:
+        if replay and api_batches.find_api_batch(conn, batch_id, tenant) is not None:
+            return True
         record = files.find_file(conn, request.input_file_id, tenant)
         if record is None:
-            return None
+            return False
         now = datetime.now(UTC)
-        batch_id = batches.create_batch(
-            conn, name=record.filename, deadline_at=now + timedelta(hours=24), at=now
+        batches.create_batch(
+            conn, name=record.filename, deadline_at=now + timedelta(hours=24), batch_id=batch_id, at=now
         )
         api_batches.add_api_batch(
             conn,
@@ -112,10 +115,9 @@ async def create(call: Call) -> Response:
             labels=request.metadata,
             at=now,
         )
-        return batch_id
+        return True
 
-    batch_id = await asyncio.to_thread(lambda: transaction(call.client.sync.engine(), make))
-    if batch_id is None:
+    if not await asyncio.to_thread(lambda: certain(call.client.sync.engine(), make)):
         raise not_found("file", request.input_file_id)
     call.feeder.wake()
     return JSONResponse(batch_object(*await _find(call, batch_id)))

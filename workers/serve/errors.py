@@ -6,6 +6,7 @@ from typing import Any
 
 from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
 from models_db.errors import (
+    CommitUnknownError,
     DatabaseError,
     IdempotencyConflictError,
     InvalidValueError,
@@ -17,10 +18,20 @@ from workers.streams import StreamEnd
 
 
 class ApiError(Exception):
-    """One refused or failed call. ``param`` names the field of the request."""
+    """One refused or failed call. ``param`` names the field of the request.
+
+    What is not ``repeatable`` may have been done all the same: clients that repeat calls by themselves are told not to.
+    """
 
     def __init__(
-        self, status: int, message: str, *, kind: str, code: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        code: str | None = None,
+        param: str | None = None,
+        repeatable: bool = True,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -28,6 +39,7 @@ class ApiError(Exception):
         self.kind = kind
         self.code = code
         self.param = param
+        self.repeatable = repeatable
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
@@ -35,6 +47,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """The answer's headers, beside those of any JSON."""
+        if not self.repeatable:
+            return {"x-should-retry": "false"}
         return {
             401: {"WWW-Authenticate": "Bearer"},
             429: {"Retry-After": "2"},
@@ -72,6 +86,15 @@ def from_exception(error: Exception) -> ApiError:
         if not error.waiting_helps:
             return invalid(str(error), code=error.code)
         return ApiError(429, str(error), kind=error.what, code="rate_limit_exceeded")
+    if isinstance(error, CommitUnknownError):
+        return ApiError(
+            503,
+            "the service went away while it accepted the request, which may run all the same. Ask again with the "
+            "same Idempotency-Key, if it had one",
+            kind="server_error",
+            code="outcome_unknown",
+            repeatable=False,
+        )
     if isinstance(error, BrokerUnavailableError | DatabaseError):
         # The message names hosts, which are nobody's business outside.
         return ApiError(

@@ -71,6 +71,7 @@ class Generation:
         """Accept the jobs. ``key`` makes a repeated request find the same ones.
 
         Raises:
+            SubmissionUnknownError: the jobs may have been accepted, and then run with nobody waiting for them.
             RequestError, DatabaseError: nothing was accepted.
         """
         requests = []
