@@ -31,7 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from backend.api import ConfigurationError
+from backend.api import MAX_DEADLINE_S, ConfigurationError
 from backend.config import EngineConfig
 from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.urls import HostRule
@@ -218,7 +218,10 @@ class Settings(BaseSettings):
         "is urgent",
     )
     max_queue_age_s: float | None = Field(
-        None, gt=0, description="a job that waited longer than this for a worker expires; no limit when unset"
+        None,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="a job that waited longer than this for a worker expires; no limit when unset",
     )
     tenant_max_open_jobs: int = Field(
         0,
@@ -252,31 +255,49 @@ class Settings(BaseSettings):
     visibility_timeout_s: float = Field(
         8.0,
         ge=2,
+        le=MAX_DEADLINE_S,
         description="a delivery whose lease was not renewed for so long is delivered again. The leases of "
         "all that is in flight are renewed each second, so this bounds recovery after a kill, not the length of "
         "a job; keep it above dead_after_s, or the new delivery waits until the death is certain",
     )
-    lease_interval_s: float = Field(1.0, gt=0, description="between two renewals of the leases in flight")
+    lease_interval_s: float = Field(
+        1.0, gt=0, le=MAX_DEADLINE_S, description="between two renewals of the leases in flight"
+    )
     result_expires_s: float = Field(
-        86_400.0, ge=0, description="lifetime of Celery's own results in Redis; 0 keeps them"
+        86_400.0,
+        ge=0,
+        le=MAX_DEADLINE_S,
+        description="lifetime of Celery's own results in Redis; 0 keeps them",
     )
     stream_interval_s: float = Field(
         0.02, ge=0, le=1, description="text of a token stream is gathered for so long before it is written"
     )
     stream_expires_s: float = Field(
-        3600.0, gt=0, description="lifetime of a token stream in Redis after its last entry"
+        3600.0,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="lifetime of a token stream in Redis after its last entry",
     )
     stream_max_entries: int = Field(
         10_000, ge=100, description="about how many entries a token stream keeps; older ones are trimmed"
     )
     shutdown_grace_s: float = Field(
-        30.0, ge=0, description="a warm shutdown lets running jobs finish for so long and hands the rest back"
+        30.0,
+        ge=0,
+        le=MAX_DEADLINE_S,
+        description="a warm shutdown lets running jobs finish for so long and hands the rest back",
     )
     soft_shutdown_s: float = Field(
-        0.0, ge=0, description="SIGQUIT lets running jobs finish for so long before it hands them back"
+        0.0,
+        ge=0,
+        le=MAX_DEADLINE_S,
+        description="SIGQUIT lets running jobs finish for so long before it hands them back",
     )
     newer_payload_delay_s: float = Field(
-        5.0, ge=0, description="how long a job with a newer payload version is held before it is handed back"
+        5.0,
+        ge=0,
+        le=MAX_DEADLINE_S,
+        description="how long a job with a newer payload version is held before it is handed back",
     )
     spool_dir: Path | None = Field(
         None,
@@ -287,9 +308,9 @@ class Settings(BaseSettings):
         256.0, ge=0, description="largest file there; what is beyond waits in memory only"
     )
     restart_backoff_s: float = Field(
-        1.0, gt=0, description="first pause before a dead worker process is restarted"
+        1.0, gt=0, le=MAX_DEADLINE_S, description="first pause before a dead worker process is restarted"
     )
-    restart_backoff_max_s: float = Field(60.0, gt=0, description="longest such pause")
+    restart_backoff_max_s: float = Field(60.0, gt=0, le=MAX_DEADLINE_S, description="longest such pause")
     callback_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="hosts that callbacks may be sent to: `hooks.example.com`, `.example.com` for all below it, "
@@ -308,7 +329,10 @@ class Settings(BaseSettings):
         10.0, gt=0, le=120, description="for one callback, from looking its host up to the answer"
     )
     callback_max_age_s: float = Field(
-        86_400.0, gt=0, description="how long after the end it tells of a callback is tried again"
+        86_400.0,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="how long after the end it tells of a callback is tried again",
     )
     callback_host_connections: int = Field(
         8, ge=1, le=64, description="callbacks that one sender has under way to one host at once"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from backend.api import ConfigurationError, RequestError
 from models_db import migrate
 from workers.cli import app
 from workers.cli.common import ExitCode, params_from
-from workers.cli.db import age, moment
 
 COMMANDS = [
     [],
@@ -302,19 +300,6 @@ def test_params_are_json_where_they_can_be() -> None:
         "stop": ["a", "b"],
         "tenant": "a=b",
     }
-
-
-def test_ages_and_moments() -> None:
-    now = datetime(2026, 1, 10, tzinfo=UTC)
-    assert age("2w") == timedelta(days=14)
-    assert moment("24h", "--since", now=now) == datetime(2026, 1, 9, tzinfo=UTC)
-    assert moment("2026-01-02T03:04", "--since") == datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
-    assert moment(None, "--since") is None
-    for wrong in ("0d", "d", "5", "yesterday"):
-        with pytest.raises(RequestError):
-            age(wrong)
-    with pytest.raises(RequestError, match="--until"):
-        moment("yesterday", "--until")
 
 
 def test_errors_of_the_configuration_are_not_usage_errors() -> None:

@@ -31,9 +31,9 @@ from workers.cli.common import (
     group,
     one_of,
     params_from,
-    seconds_of,
     settings_from,
 )
+from workers.cli.durations import days_of, seconds_of
 
 if TYPE_CHECKING:
     from workers.bulk_source import BulkSource
@@ -153,7 +153,6 @@ def run(
         float | None,
         typer.Option(
             "--reuse-days",
-            min=0.001,
             help="Take over answers to unchanged lines that came within so many days.",
             show_default=False,
         ),
@@ -212,6 +211,8 @@ def run(
             raise RequestError("is needed", field="--output", fix="Name a file, or give --no-wait")
         check_output(output, None if source == "-" else Path(source))
     deadline_s = None if deadline is None else seconds_of(deadline, "--deadline")
+    if reuse_days is not None:
+        days_of(reuse_days, "--reuse-days")
     callback = None if callback_url is None else new_callback(callback_url, settings, field="--callback-url")
     given = {"model": model or settings.model, "max_tokens": max_tokens, "temperature": temperature}
     given["tenant"] = tenant

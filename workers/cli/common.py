@@ -162,25 +162,6 @@ def one_of(value: str, allowed: Sequence[str], option: str) -> Any:
     return value
 
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def seconds_of(text: str, option: str) -> float:
-    """``90``, ``30s``, ``15m``, ``6h`` or ``2d`` in seconds.
-
-    Raises:
-        RequestError: it is none of these, or not positive.
-    """
-    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS else (text, "s")
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise RequestError("is no length of time", field=option, value=text, fix="Write 90s, 15m, 6h or 2d")
-    return seconds
-
-
 def params_from(pairs: list[str]) -> dict[str, Any]:
     """``["top_p=0.9", "stop=END"]`` → ``{"top_p": 0.9, "stop": "END"}``: values are JSON where they can be.
 

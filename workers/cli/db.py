@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from backend.api import RequestError
 from workers.cli.common import CommandGroup, DatabaseOption, database, group, settings_from
+from workers.cli.durations import age, moment
 
 app = group(cls=CommandGroup, help="Create, migrate, check and prune the database.")
 
@@ -126,7 +125,7 @@ def prune(
     from models_db.retention import prune as prune_rows
 
     now = datetime.now(UTC)
-    before = now - age(older_than)
+    before = now - age(older_than, "--older-than")
     minutes = None if minutes_older_than is None else now - age(minutes_older_than, "--minutes-older-than")
     with database(settings_from(database_url=database_url)) as engine:
         report = prune_rows(
@@ -191,34 +190,3 @@ def sample_history(database_url: DatabaseOption = None) -> None:
     with database(settings_from(database_url=database_url)) as engine:
         jobs = transaction(engine, history.load)
     typer.echo(f"{jobs:,} jobs between {history.START:%Y-%m-%d %H:%M} and {history.END:%Y-%m-%d %H:%M} UTC")
-
-
-def age(text: str, option: str = "--older-than") -> timedelta:
-    """``"90d"``, ``"12h"``, ``"2w"`` as a span of time.
-
-    Raises:
-        RequestError: anything else.
-    """
-    match = re.fullmatch(r"(\d+)\s*([hdw])", text.strip())
-    if not match or not int(match[1]):
-        raise RequestError("must be an age", field=option, value=text, fix="For example 90d, 12h or 2w")
-    return timedelta(hours=int(match[1]) * {"h": 1, "d": 24, "w": 24 * 7}[match[2]])
-
-
-def moment(text: str | None, option: str, *, now: datetime | None = None) -> datetime | None:
-    """A point in time: an age (``24h`` ago) or an ISO date or time (UTC unless it says otherwise).
-
-    Raises:
-        RequestError: neither.
-    """
-    if text is None:
-        return None
-    if re.fullmatch(r"\d+\s*[hdw]", text.strip()):
-        return (now or datetime.now(UTC)) - age(text)
-    try:
-        parsed = datetime.fromisoformat(text)
-    except ValueError:
-        raise RequestError(
-            "must be a time", field=option, value=text, fix="For example 24h, 7d or 2026-11-29T08:00"
-        ) from None
-    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)

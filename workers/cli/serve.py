@@ -18,6 +18,7 @@ from workers.cli.common import (
     group,
     settings_from,
 )
+from workers.cli.durations import waiting_s
 
 keys_app = group(help="API keys of [bold]tokenmill serve[/bold]: each lets one tenant in.")
 
@@ -52,6 +53,7 @@ def serve(
     """
     from workers.serve.auth import is_loopback
 
+    waiting_s(timeout_s, "--timeout")
     settings = settings_from(broker_url=broker_url, database_url=database_url, model=model)
     with database(settings) as engine:
         from models_db import keys

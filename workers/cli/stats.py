@@ -89,7 +89,7 @@ def stats(
       tokenmill stats --database-url sqlite:///demo-run/tokenmill.db
     """
     from models_db.session import reading
-    from workers.cli.db import moment
+    from workers.cli.durations import moment
 
     if as_json and as_csv:
         raise RequestError("cannot be both", field="--json, --csv", fix="Leave one of them out")

@@ -19,6 +19,7 @@ from workers.cli.common import (
     params_from,
     settings_from,
 )
+from workers.cli.durations import waiting_s
 
 if TYPE_CHECKING:
     from models_db.jobs import StoredResult
@@ -91,6 +92,10 @@ def submit(
         "callback_url": callback_url,
     }
     fields |= {name: value for name, value in given.items() if value is not None}
+    if key is not None:
+        fields["idempotency_key"] = key
+    if timeout is not None:
+        waiting_s(timeout, "--timeout")
     if system is not None and not chat:
         raise RequestError("needs the chat template", field="--system", fix="Leave --no-chat away")
     if chat and text:
@@ -102,7 +107,7 @@ def submit(
     from workers.client import Client
 
     with Client(settings) as client:
-        job = client.submit(idempotency_key=key, **fields)
+        job = client.submit(**fields)
         if not job.published:
             typer.echo("Redis is away: the job is stored but not published yet.", err=True)
         if not wait:
