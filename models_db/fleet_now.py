@@ -10,16 +10,18 @@ from sqlalchemy import Connection, and_, func, select, text
 from models_db.base import UTCDateTime
 from models_db.rollup_tables import RollupMark
 from models_db.tables import EngineSample, Job, JobState
-from models_db.workers import WorkerRecord, live_workers
+from models_db.timesql import database_now
+from models_db.workers import WorkerRecord, unended_workers
 
 RECENT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNow:
-    """A live worker with its latest sample, where it has one from the last minute."""
+    """A worker that has not ended, with its latest sample, where it has one from the last minute."""
 
     worker: WorkerRecord
+    silent: bool  # not heard of for longer than a live one would be
     running: int
     waiting: int
     tokens_per_s: float | None  # over the last minute's samples
@@ -53,13 +55,24 @@ class FleetNow:
     rolled_until: datetime | None
 
     @property
+    def silent(self) -> int:
+        """How many workers are silent."""
+        return sum(worker.silent for worker in self.workers)
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all workers together."""
         return sum(worker.tokens_per_s or 0.0 for worker in self.workers)
 
 
-def look(conn: Connection, now: datetime, *, batches: int = 8) -> FleetNow:
-    """What is going on; at most so many batches."""
+def look(conn: Connection, dead_after_s: float, *, now: datetime | None = None, batches: int = 8) -> FleetNow:
+    """What is going on; at most so many batches.
+
+    Args:
+        dead_after_s: a worker without a beat for so long is called silent.
+        now: the database's present when unset.
+    """
+    now = now or conn.scalars(select(database_now())).one()
     recent = (
         select(
             EngineSample.worker_id,
@@ -78,15 +91,16 @@ def look(conn: Connection, now: datetime, *, batches: int = 8) -> FleetNow:
     )
     samples = {row.worker_id: row for row in conn.execute(latest)}
     workers = []
-    for worker in live_workers(conn):
-        row = samples.get(worker.id)
+    for worker in unended_workers(conn):
+        row, silent = samples.get(worker.id), worker.silent(dead_after_s)
         if row is None:
-            workers.append(WorkerNow(worker, 0, 0, None, None, None))
+            workers.append(WorkerNow(worker, silent, 0, 0, None, None, None))
         else:
             seconds = float(row.seconds)
             workers.append(
                 WorkerNow(
                     worker,
+                    silent,
                     row.running,
                     row.waiting,
                     float(row.tokens) / seconds,

@@ -132,7 +132,7 @@ class Worker(Base):
     state: Mapped[WorkerState] = mapped_column(enum_column(WorkerState))
     heartbeat: Mapped[int] = mapped_column(BigInteger)  # only its movement counts, never a clock
     started_at: Mapped[datetime] = mapped_column(UTCDateTime)
-    heartbeat_at: Mapped[datetime] = mapped_column(UTCDateTime)  # for people
+    heartbeat_at: Mapped[datetime] = mapped_column(UTCDateTime)  # by the database's clock
     stopped_at: Mapped[datetime | None] = mapped_column(UTCDateTime)
     config: Mapped[dict[str, Any]] = mapped_column(JSONType)
 

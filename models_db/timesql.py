@@ -47,6 +47,13 @@ class seconds_between(FunctionElement[float]):  # noqa: N801
     inherit_cache = True
 
 
+class database_now(FunctionElement[datetime]):  # noqa: N801
+    """The present by the database's own clock, on which hosts agree whatever their clocks say."""
+
+    type = UTCDateTime()
+    inherit_cache = True
+
+
 _SQL: dict[type[FunctionElement[Any]], dict[str, str]] = {
     minute_of: {
         "sqlite": "strftime('%Y-%m-%d %H:%M:00.000000', {})",
@@ -68,6 +75,11 @@ _SQL: dict[type[FunctionElement[Any]], dict[str, str]] = {
         "postgresql": "CAST({} AT TIME ZONE 'UTC' - INTERVAL '12 hours' AS DATE)",
         "mysql": "DATE({} - INTERVAL 12 HOUR)",
     },
+    database_now: {
+        "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
+        "postgresql": "clock_timestamp()",
+        "mysql": "UTC_TIMESTAMP(6)",
+    },
     seconds_between: {
         "sqlite": "ROUND((julianday({1}) - julianday({0})) * 86400.0, 3)",  # exact to 0.04 ms
         "postgresql": "CAST(EXTRACT(EPOCH FROM {1} - {0}) AS DOUBLE PRECISION)",
@@ -80,6 +92,7 @@ _SQL: dict[type[FunctionElement[Any]], dict[str, str]] = {
 @compiles(hour_start_of)
 @compiles(day_of)
 @compiles(night_of)
+@compiles(database_now)
 @compiles(seconds_between)
 def _compile(element: FunctionElement[Any], compiler: SQLCompiler, **kw: Any) -> str:
     dialect = "mysql" if compiler.dialect.name == "mariadb" else compiler.dialect.name

@@ -18,6 +18,10 @@ from models_db.ids import uuid7
 from models_db.rollups import note_samples
 from models_db.tables import EngineSample, Worker, WorkerState
 from models_db.text import check_name
+from models_db.timesql import database_now, seconds_between
+
+LONGEST_START_S = 600.0
+"""Loading a model may hold up everything in its process, its beats among them, for so long."""
 
 _ENDED = (WorkerState.STOPPED, WorkerState.DEAD)
 
@@ -81,6 +85,15 @@ class WorkerRecord:
     started_at: datetime
     heartbeat_at: datetime
     stopped_at: datetime | None
+    silent_s: float  # since the last beat, by the database's clock
+
+    def silent(self, dead_after_s: float) -> bool:
+        """Whether it has not been heard of for so long that it must be taken for dead, though no one has said so.
+
+        Where every worker was killed there is none left to find the others dead: their rows stay ``online``.
+        """
+        allowed = max(LONGEST_START_S, dead_after_s) if self.state is WorkerState.STARTING else dead_after_s
+        return self.state not in _ENDED and self.silent_s > allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +132,15 @@ def register_worker(conn: Connection, worker: NewWorker) -> None:
 def heartbeat(
     conn: Connection, worker_id: str, counter: int, *, at: datetime | None = None
 ) -> WorkerState | None:
-    """Write the counter; the state that others may have given this worker (``dead``), or ``None`` without a row."""
+    """Write the counter; the state that others may have given this worker (``dead``), or ``None`` without a row.
+
+    Args:
+        at: the present by the database's clock, which is asked when unset.
+    """
     conn.execute(
-        update(Worker).where(Worker.id == worker_id).values(heartbeat=counter, heartbeat_at=at or utcnow())
+        update(Worker)
+        .where(Worker.id == worker_id)
+        .values(heartbeat=counter, heartbeat_at=database_now() if at is None else at)
     )
     return conn.scalar(select(Worker.state).where(Worker.id == worker_id))
 
@@ -149,11 +168,17 @@ def set_worker_state(
     return conn.execute(statement).rowcount == 1
 
 
-_RECORD_COLUMNS = tuple(getattr(Worker, spec.name) for spec in fields(WorkerRecord))
+_RECORD_COLUMNS = (
+    *(getattr(Worker, spec.name) for spec in fields(WorkerRecord) if spec.name != "silent_s"),
+    seconds_between(Worker.heartbeat_at, database_now()).label("silent_s"),
+)
 
 
-def live_workers(conn: Connection) -> list[WorkerRecord]:
-    """Every incarnation that has neither stopped nor been found dead, oldest first."""
+def unended_workers(conn: Connection) -> list[WorkerRecord]:
+    """Every incarnation that has neither stopped nor been found dead, oldest first.
+
+    Some may be silent and yet to be found dead: ask ``WorkerRecord.silent``.
+    """
     query = select(*_RECORD_COLUMNS).where(Worker.state.not_in(_ENDED)).order_by(Worker.started_at, Worker.id)
     return [WorkerRecord(*row) for row in conn.execute(query)]
 

@@ -15,7 +15,7 @@ from backend.api import TokenmillError
 from models_db.errors import DatabaseError
 from models_db.migrate import check_schema
 from models_db.session import make_engine, reading
-from models_db.workers import live_workers
+from models_db.workers import WorkerRecord, unended_workers
 from workers.broker import Broker
 from workers.settings import Settings, misspelt_variables, redact_url
 
@@ -122,19 +122,37 @@ def _database(settings: Settings) -> Iterator[Finding]:
             return
         yield Finding("schema", Health.OK, "at the revision that this version needs")
         with reading(engine) as connection:
-            serving = [worker for worker in live_workers(connection) if worker.model == settings.model]
-        if serving:
-            names = ", ".join(f"{worker.name} ({worker.device or worker.state})" for worker in serving)
-            yield Finding("workers", Health.OK, f"{len(serving)} for {settings.model}: {names}")
-        else:
-            yield Finding(
-                "workers",
-                Health.WARNING,
-                f"none that serves {settings.model}: jobs wait until one is started",
-                "tokenmill worker",
-            )
+            unended = unended_workers(connection)
+        yield from _workers(
+            [worker for worker in unended if worker.model == settings.model],
+            settings.model,
+            settings.dead_after_s,
+        )
     finally:
         engine.dispose()
+
+
+def _workers(unended: list[WorkerRecord], model: str, dead_after_s: float) -> Iterator[Finding]:
+    """Judged by their beats: where all were killed at once, none is left to find the others dead."""
+    silent = [worker for worker in unended if worker.silent(dead_after_s)]
+    serving = [worker for worker in unended if worker not in silent]
+    if serving:
+        names = ", ".join(f"{worker.name} ({worker.device or worker.state})" for worker in serving)
+        yield Finding("workers", Health.OK, f"{len(serving)} for {model}: {names}")
+    elif not silent:
+        yield Finding(
+            "workers",
+            Health.WARNING,
+            f"none that serves {model}: jobs wait until one is started",
+            "tokenmill worker",
+        )
+    if silent:
+        names = ", ".join(f"{worker.name} on {worker.host} for {worker.silent_s:,.0f} s" for worker in silent)
+        if serving:
+            health, fix = Health.WARNING, "The others take its jobs over in a few seconds. Look why it ended"
+        else:
+            health, fix = Health.BROKEN, "tokenmill worker   (it takes over the jobs of those that are gone)"
+        yield Finding("workers", health, f"silent, though they never stopped: {names}", fix)
 
 
 def _callbacks(settings: Settings) -> Iterator[Finding]:

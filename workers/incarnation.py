@@ -25,14 +25,20 @@ from models_db.faults import summary
 from models_db.jobs import cancelled_running
 from models_db.rollups import advance
 from models_db.tables import Job, WorkerState
-from models_db.workers import NewSample, NewWorker, WorkerDetails, live_workers, set_worker_state
+from models_db.workers import (
+    LONGEST_START_S,
+    NewSample,
+    NewWorker,
+    WorkerDetails,
+    set_worker_state,
+    unended_workers,
+)
 from models_db.writer import DatabaseThread
 from workers.metrics import MetricsServer
 from workers.settings import Settings
 
 logger = get_logger(__name__)
 
-_LONGEST_START_S = 600.0
 _COUNT_TIMEOUT_S = 2.0
 _ROLL_UP_EVERY_S = 60.0
 _ROLL_UP_AT_ONCE = timedelta(minutes=10)  # so that the database thread is soon back
@@ -112,7 +118,7 @@ class Incarnation:
         gap = max(gap, 2 * settings.heartbeat_interval_s)
         self._watch = DeathWatch(settings.dead_after_s, gap)
         # Loading may hold everything up for long, and who loads owns no job yet.
-        self._starting_watch = DeathWatch(max(_LONGEST_START_S, settings.dead_after_s), gap)
+        self._starting_watch = DeathWatch(max(LONGEST_START_S, settings.dead_after_s), gap)
         self._db: DatabaseThread | None = None
         self._backend: Backend | None = None
         self._dead: frozenset[str] = frozenset()
@@ -203,7 +209,7 @@ class Incarnation:
     def _look(self, conn: Connection) -> _Sight:
         # Owners first: one that registers between the two looks must not seem to be gone.
         owners = set(conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct()))
-        workers = live_workers(conn)
+        workers = unended_workers(conn)
         return _Sight(
             {worker.id: worker.heartbeat for worker in workers},
             {worker.id for worker in workers if worker.state is WorkerState.STARTING},

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from sqlalchemy import func, select
 
 from models_db.errors import InvalidValueError
+from models_db.fleet_now import look
 from models_db.tables import EngineSample, Worker, WorkerState
+from models_db.timesql import database_now
 from models_db.workers import (
     NewWorker,
     WorkerDetails,
     add_samples,
     heartbeat,
     list_workers,
-    live_workers,
     set_worker_state,
+    unended_workers,
 )
 from tests.db.helpers import T0, add_workers, at, new_sample
 
@@ -22,7 +26,7 @@ from tests.db.helpers import T0, add_workers, at, new_sample
 def test_a_worker_registers_tells_what_it_loaded_and_stops(db):
     add_workers(db, "w", name="gpu-a")
     with db.begin() as conn:
-        worker = live_workers(conn)[0]
+        worker = unended_workers(conn)[0]
         assert (worker.name, worker.state, worker.slots, worker.heartbeat) == (
             "gpu-a",
             WorkerState.STARTING,
@@ -32,13 +36,13 @@ def test_a_worker_registers_tells_what_it_loaded_and_stops(db):
         details = WorkerDetails("cuda:0", "bfloat16", 256, {"mode": "async"})
         assert set_worker_state(conn, "w", WorkerState.ONLINE, details=details)
         assert heartbeat(conn, "w", 2**40, at=at(1)) is WorkerState.ONLINE
-        worker = live_workers(conn)[0]
+        worker = unended_workers(conn)[0]
         assert (worker.device, worker.dtype, worker.slots) == ("cuda:0", "bfloat16", 256)
         assert (worker.heartbeat, worker.heartbeat_at, worker.started_at) == (2**40, at(1), T0)
         assert conn.scalar(select(Worker.config)) == {"mode": "async"}
         assert set_worker_state(conn, "w", WorkerState.DRAINING)
         assert set_worker_state(conn, "w", WorkerState.STOPPED, at=at(2))
-        assert live_workers(conn) == []
+        assert unended_workers(conn) == []
         assert list_workers(conn)[0].stopped_at == at(2)
 
 
@@ -76,3 +80,26 @@ def test_a_name_that_no_column_holds_is_refused():
     fields = {"host": "h", "pid": 1, "version": "0", "backend": "echo", "model": "m"}
     with pytest.raises(InvalidValueError, match="name: has 256 characters"):
         NewWorker(name="n" * 256, **fields)
+
+
+def test_a_worker_is_silent_by_the_databases_clock(db, monkeypatch):
+    add_workers(db, "beats", "killed", "loads", "stopped")
+    with db.begin() as conn:
+        now = conn.scalars(select(database_now())).one()
+        for worker_id in ("beats", "killed", "stopped"):
+            set_worker_state(conn, worker_id, WorkerState.ONLINE)
+            heartbeat(conn, worker_id, 1, at=now - timedelta(seconds=65))
+        heartbeat(conn, "loads", 1, at=now - timedelta(seconds=65))
+        heartbeat(conn, "beats", 2)
+        set_worker_state(conn, "stopped", WorkerState.STOPPED)
+        # Whoever asks may have a wrong clock.
+        monkeypatch.setattr("models_db.workers.utcnow", lambda: now + timedelta(hours=1))
+        found = {worker.id: worker for worker in list_workers(conn)}
+        assert {worker.id for worker in unended_workers(conn)} == {"beats", "killed", "loads"}
+        assert {worker_id for worker_id, worker in found.items() if worker.silent(6)} == {"killed"}
+        assert 65 <= found["killed"].silent_s < 95
+        assert 0 <= found["beats"].silent_s < 6
+        heartbeat(conn, "loads", 1, at=now - timedelta(seconds=601))
+        assert {worker.id for worker in unended_workers(conn) if worker.silent(6)} == {"killed", "loads"}
+        seen = {each.worker.id: each.silent for each in look(conn, 6.0).workers}
+        assert seen == {"beats": False, "killed": True, "loads": True}

@@ -98,7 +98,8 @@ def test_a_sparkline_goes_from_zero_to_the_largest() -> None:
 def test_top_prints_one_look_where_there_is_no_terminal(url: str) -> None:
     done = run(url, "top")
     assert done.exit_code == 0, done.output
-    assert "3 workers   2 jobs running, 5 queued" in done.stdout
+    assert "0 workers, 3 more silent   2 jobs running, 5 queued" in done.stdout
+    assert "No worker is alive. Start one: tokenmill worker" in done.stdout
     for word in ("gpu-2", "tokenmill.large", "reports-0305"):
         assert word in done.stdout
 

@@ -47,10 +47,11 @@ class Shown:
 
 def _workers(client: Client) -> int:
     from models_db.session import reading
-    from models_db.workers import live_workers
+    from models_db.workers import unended_workers
 
+    dead_after_s = client.settings.dead_after_s
     with reading(client.engine()) as connection:
-        return len(live_workers(connection))
+        return sum(not worker.silent(dead_after_s) for worker in unended_workers(connection))
 
 
 def runner_for(client: Client, in_flight: int, signals: Interruptible) -> tuple[BulkRunner, Shown]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,11 +43,12 @@ def top(
 
     out = console()
     course: deque[float | None] = deque(maxlen=_REMEMBERED)
-    with database(settings_from(database_url=database_url)) as engine:
+    settings = settings_from(database_url=database_url)
+    with database(settings) as engine:
 
         def frame() -> RenderableType:
             with reading(engine) as connection:
-                now = look(connection, datetime.now(UTC))
+                now = look(connection, settings.dead_after_s)
             course.append(now.tokens_per_s)
             return picture(now, list(course))
 
@@ -71,14 +71,19 @@ def picture(now: FleetNow, course: list[float | None]) -> RenderableType:
     from rich.console import Group
 
     queued = sum(jobs for _, jobs, _ in now.queued)
+    silent = f", {now.silent} more silent" if now.silent else ""
     head = (
-        f"{now.at:%Y-%m-%d %H:%M:%S} UTC   {len(now.workers)} workers   {now.running:,} jobs running, "
+        f"{now.at:%Y-%m-%d %H:%M:%S} UTC   {len(now.workers) - now.silent} workers{silent}   "
+        f"{now.running:,} jobs running, "
         f"{queued:,} queued   {now.tokens_per_s:,.1f} tok/s"
     )
     parts: list[RenderableType] = [head]
     if len(course) > 1:
         parts.append(f"tok/s {sparkline(course)}")
-    parts.append(_workers(now) if now.workers else "No worker is alive. Start one: tokenmill worker")
+    if now.workers:
+        parts.append(_workers(now))
+    if len(now.workers) == now.silent:
+        parts.append("No worker is alive. Start one: tokenmill worker")
     if now.queued:
         parts.append(_queues(now))
     if now.batches:
@@ -108,13 +113,13 @@ def _workers(now: FleetNow) -> Table:
             escape(one.name),
             escape(one.device),
             escape(one.model),
-            str(one.state),
+            f"[red]silent {_age(one.silent_s)}[/red]" if each.silent else str(one.state),
             f"{each.running}/{one.slots}",
             f"{each.waiting}",
             number(each.tokens_per_s, 1),
             _percent(each.active),
             _percent(each.kv_used),
-            f"{_age((now.at - one.heartbeat_at).total_seconds())} ago",
+            f"{_age(one.silent_s)} ago",
         )
     return table
 
