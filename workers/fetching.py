@@ -11,7 +11,7 @@ What lies in Redis is exactly what kombu would have put there, so that its own w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from json import loads
 from typing import Any
@@ -70,6 +70,12 @@ class GatheringQoS(plain.QoS):  # type: ignore[misc]
         self.recorded: set[str] = set()  # tags that the fetch has recorded in Redis
         self._gathering = False
         self._acked: list[str] = []
+        self._returning: dict[str, bool] = {}  # tags to be handed back, and whether to the front
+
+    @property
+    def returning(self) -> Collection[str]:
+        """Tags of deliveries that are to be handed back and could not be so far."""
+        return self._returning.keys()
 
     def forget(self, delivery_tag: str) -> None:
         """Remove the record of a delivery that came to nothing."""
@@ -80,8 +86,44 @@ class GatheringQoS(plain.QoS):  # type: ignore[misc]
         """Remove a delivery, here and in Redis; within ``gathered``, at its end."""
         if self._gathering:
             self._acked.append(delivery_tag)
-        else:
+            return
+        try:
             super().ack(delivery_tag)
+        except Exception as exc:
+            self._acked.append(delivery_tag)  # or its lease would be renewed as long as we live
+            if isinstance(exc, self.channel.connection_errors):
+                raise
+            logger.warning("An acknowledgement could not be sent and is sent again: %r", exc)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        """Put a delivery back at the end of its queue, or drop it."""
+        if requeue:
+            self.give_back(delivery_tag, front=False)
+        else:
+            self.ack(delivery_tag)
+
+    def give_back(self, delivery_tag: str, *, front: bool) -> None:
+        """Put a delivery back at the front or the end of its queue. Where that fails, it is tried again later."""
+        self._returning[delivery_tag] = front
+        self.send_returns()
+
+    def send_returns(self) -> None:
+        """Hand back what could not be handed back before. Its lease is not renewed, so that it ends in any case."""
+        failed: Exception | None = None
+        for tag, front in list(self._returning.items()):
+            try:
+                self.restore_by_tag(tag, leftmost=not front)
+            except Exception as exc:
+                failed = exc
+                if isinstance(exc, self.channel.connection_errors):
+                    break
+            else:
+                del self._returning[tag]
+                virtual.QoS.ack(self, tag)
+        if failed is not None:
+            logger.warning(
+                "%d messages could not be handed back and are again: %r", len(self._returning), failed
+            )
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import redis
 from celery import bootsteps
 from celery.utils.log import get_logger
 from celery.worker.consumer.tasks import Tasks
-from kombu.transport import virtual
 
 from workers.transport import Credit
 
@@ -33,32 +33,19 @@ _CHUNK = 4000
 def renew(channel: Any) -> int:
     """Renew the lease of every unacknowledged delivery of the channel; returns how many there are.
 
+    Not of those that are to be handed back and could not be yet.
+
     Raises the client's connection errors.
     """
     qos = channel.qos
-    tags = [tag for tag in tuple(qos._delivered) if tag not in qos._dirty]
+    ended = qos._dirty | set(qos.returning)
+    tags = [tag for tag in tuple(qos._delivered) if tag not in ended]
     if tags:
         # Not ``channel.client``: a blocking pop waits for its answer on that connection.
         with channel.conn_or_acquire() as client:
             for start in range(0, len(tags), _CHUNK):
                 client.eval(_RENEW, 1, channel.unacked_index_key, *tags[start : start + _CHUNK])
     return len(tags)
-
-
-def give_back(message: Any, log: Any, errors: tuple[type[BaseException], ...], *, front: bool) -> None:
-    """Put an unacknowledged message back at the front or the end of its queue.
-
-    A lost connection is only logged: the lease ends by itself and the message is delivered again.
-    """
-    channel = message.channel
-    try:
-        if front:
-            channel.qos.restore_by_tag(message.delivery_tag)
-            virtual.QoS.ack(channel.qos, message.delivery_tag)
-        else:
-            channel.basic_reject(message.delivery_tag, requeue=True)
-    except errors as exc:
-        log.warning("Could not hand back %s (%r); its lease ends by itself", message.delivery_tag, exc)
 
 
 class Leases(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -94,6 +81,9 @@ class Leases(bootsteps.StartStopStep):  # type: ignore[misc]
     def _renew(self, channel: Any) -> None:
         try:
             channel.qos.send_acks()  # what could not be sent before
+            channel.qos.send_returns()
             renew(channel)
         except channel.connection_errors as exc:
             logger.debug("Leases not renewed: %r", exc)
+        except redis.RedisError as exc:  # such as one that has no memory left, or is read-only for now
+            logger.warning("Leases not renewed: %r", exc)

@@ -13,7 +13,6 @@ from celery.worker import state
 from celery.worker.request import Request
 
 from models_db.tables import JobState
-from workers.leases import give_back
 from workers.payload import describe
 from workers.results import BACKEND_AWAY
 from workers.revokes import revoked_here
@@ -185,4 +184,4 @@ class GenerateRequest(QuietRequest):
         state.task_ready(self)
         if not self.acknowledged and not self.abandoned:
             self.acknowledged = True
-            give_back(self._message, logger, self._connection_errors, front=front)
+            self._message.channel.qos.give_back(self._message.delivery_tag, front=front)

@@ -10,9 +10,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import redis
 from kombu import Connection, Queue
 
 from tests.fleet.fleet import RedisServer
+from workers.leases import renew
 from workers.payload import queue_key
 from workers.transport import DEAD_LETTERS_KEY, Credit, with_leases
 
@@ -190,7 +192,55 @@ def test_an_acknowledgement_after_its_connection_meets_a_lost_connection(
         channel.qos.ack(reader.got[0].delivery_tag)
     with channel.qos.gathered():
         reader.got[1].ack()  # is kept
-    assert channel.qos._acked == [reader.got[1].delivery_tag]
+    assert channel.qos._acked == [message.delivery_tag for message in reader.got]
     if not closed:
         reader.connection.transport.client = reader.connection
         reader.connection.close()
+
+
+@pytest.mark.parametrize("front", [True, False], ids=["to the front", "to the end"])
+def test_a_hand_back_that_redis_refuses_is_made_up_for(
+    server: RedisServer, readers: list[Reader], front: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that has no memory left, or is read-only for now. The connection works."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
+
+    reader = Reader(server, prefetch=3)
+    readers.append(reader)
+    send(server, "a", "b", "c")
+    assert reader.read(3) == ["a", "b", "c"]
+    a, b, c = reader.got
+    qos = reader.channel.qos
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.channel, "conn_or_acquire", refuse)
+        qos.give_back(a.delivery_tag, front=front)
+        b.requeue()
+        c.ack()
+    assert set(qos.returning) == {a.delivery_tag, b.delivery_tag}
+    assert not qos.can_consume(), "they are still in flight here"
+    send(server, "d")
+    key = qos.unacked_index_key
+    server.client.zadd(key, {message.delivery_tag: 1 for message in reader.got})
+    assert renew(reader.channel) == 1, "only what is neither acknowledged nor to be handed back"
+    assert sorted(server.client.zrangebyscore(key, 1, 1)) == sorted(
+        message.delivery_tag.encode() for message in (a, b)
+    )
+    qos.send_acks()
+    qos.send_returns()
+    assert (list(qos.returning), server.client.zcard(key), server.client.hlen("unacked")) == ([], 0, 0)
+    assert qos.can_consume()
+    reader.got.clear()
+    assert reader.read(3) == (["a", "d", "b"] if front else ["d", "a", "b"])
+
+
+def test_a_connection_that_is_lost_keeps_what_is_to_be_handed_back(server: RedisServer) -> None:
+    reader = Reader(server)
+    send(server, "a")
+    assert reader.read(1) == ["a"]
+    reader.connection.close()
+    reader.channel._pool = None
+    qos = reader.channel.qos
+    qos.give_back(reader.got[0].delivery_tag, front=True)  # raises nothing: the lease ends by itself
+    assert list(qos.returning) == [reader.got[0].delivery_tag]

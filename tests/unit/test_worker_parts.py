@@ -123,6 +123,8 @@ class Message:
         self.body = json.dumps(body)
         self.payload = body
         self.acknowledged = 0
+        self.channel: Any = None
+        self.delivery_tag = ""
 
     def ack_log_error(self, logger: Any, errors: Any) -> None:
         self.acknowledged += 1
@@ -250,7 +252,8 @@ def test_an_end_that_the_result_backend_does_not_take_is_told_by_a_further_deliv
     request, table = request_of(message)
     request.task.backend = BackendAway(request.task.app)
     given_back: list[bool] = []
-    monkeypatch.setattr("workers.request.give_back", lambda *_, front: given_back.append(front))
+    qos = SimpleNamespace(give_back=lambda tag, *, front: given_back.append(front))
+    message.channel, message.delivery_tag = SimpleNamespace(qos=qos), "tag"
     monkeypatch.setattr("celery.worker.request.revoked_tasks", {"j"})
     if end == "revoked":
         assert request.revoked()
