@@ -113,6 +113,7 @@ class DeliveryTable:
             slots=backend.info().slots,
             period_s=settings.heartbeat_interval_s,
             clock=clock,
+            now=now,
         )
         self._strays = Strays(self._actor, store, self._held_jobs, announce)
         self._claiming: dict[int, str] = {}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -24,7 +24,7 @@ from models_db.errors import WriterStoppedError
 from models_db.faults import summary
 from models_db.jobs import cancelled_running
 from models_db.rollups import advance
-from models_db.tables import Job, WorkerState
+from models_db.tables import Job, JobState, WorkerState
 from models_db.workers import (
     LONGEST_START_S,
     NewSample,
@@ -50,32 +50,53 @@ class DeclaredDeadError(TokenmillError):
     code = "declared_dead"
 
 
+class HeartbeatError(TokenmillError):
+    """This incarnation can show no longer that it lives; it must start anew."""
+
+    code = "heartbeat"
+
+
 class DeathWatch:
     """Who is dead: whose counter has not moved for ``dead_after_s`` on our own monotonic clock.
 
-    No clock of anyone else is looked at. After a gap in our own sight every worker gets its full time again:
-    we were blind, they need not have been still.
+    No clock of anyone else is looked at. After a gap in our own sight every worker gets its full time again: we were
+    blind, they need not have been still. But once only for each value of its counter, and of further gaps
+    ``longest_gap_s`` counts: looks that are always late find the dead later, not never.
     """
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
         self._dead_after = dead_after_s
         self._longest_gap = longest_gap_s
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._seen: dict[str, _Still] = {}
         self._last_look: float | None = None
 
     def look(self, counters: Mapping[str, int], now: float) -> frozenset[str]:
         """Take note of the counters of all workers that claim to live; returns those that do not."""
-        blind = self._last_look is None or now - self._last_look > self._longest_gap
+        gap = 0.0 if self._last_look is None else now - self._last_look
         self._last_look = now
         seen = {}
         for worker_id, counter in counters.items():
             before = self._seen.get(worker_id)
-            moved = blind or before is None or before[0] != counter
-            seen[worker_id] = (counter, now) if moved or before is None else before
+            if before is None or before.counter != counter:
+                before = _Still(counter, now)
+            elif gap > self._longest_gap and not before.excused:
+                before = _Still(counter, now, excused=True)
+            elif gap > self._longest_gap:
+                before = replace(before, since=before.since + gap - self._longest_gap)
+            seen[worker_id] = before
         self._seen = seen
         return frozenset(
-            worker_id for worker_id, (_, since) in seen.items() if now - since > self._dead_after
+            worker_id for worker_id, still in seen.items() if now - still.since > self._dead_after
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Still:
+    """A counter, and since when it has not moved as far as we can tell."""
+
+    counter: int
+    since: float
+    excused: bool = False  # it has had its full time again after a gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +107,7 @@ class _Sight:
     starting: set[str]  # those of them that still load their model
     owners: set[str]  # of running jobs
     cancelled: list[str]  # our jobs that someone wants cancelled
+    owned: dict[str, int] = field(default_factory=dict)  # our jobs, with their attempts
 
 
 class Incarnation:
@@ -93,9 +115,10 @@ class Incarnation:
 
     Args:
         on_cancel: takes ids of jobs of ours that carry the cancel flag; called on the database thread.
-        on_dead: called once when others hold us for dead; called on the database thread.
+        on_dead: called when others hold us for dead, on the database thread; or when this cannot go on, on its own.
         on_gone: takes ids of other incarnations that are dead, or have stopped and left jobs behind; called on
             the database thread, again each time until they are buried.
+        on_owned: takes the jobs that we own, with their attempts, after each look; called on the database thread.
     """
 
     def __init__(
@@ -104,8 +127,9 @@ class Incarnation:
         row: NewWorker,
         *,
         on_cancel: Callable[[Collection[str]], None],
-        on_dead: Callable[[DeclaredDeadError], None],
+        on_dead: Callable[[TokenmillError], None],
         on_gone: Callable[[Collection[str]], None] = lambda worker_ids: None,
+        on_owned: Callable[[Mapping[str, int]], None] = lambda attempts: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = row.id
@@ -113,6 +137,7 @@ class Incarnation:
         self._on_cancel = on_cancel
         self._on_dead = on_dead
         self._on_gone = on_gone
+        self._on_owned = on_owned
         self._clock = clock
         gap = settings.dead_after_s / 2
         gap = max(gap, 2 * settings.heartbeat_interval_s)
@@ -123,7 +148,8 @@ class Incarnation:
         self._backend: Backend | None = None
         self._dead: frozenset[str] = frozenset()
         self._counter = 0
-        self._beating: list[Future[Any]] = []
+        self._beating: Future[Any] | None = None
+        self._looking: Future[Any] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: Sampler | None = None
@@ -180,19 +206,31 @@ class Incarnation:
         self._set_state(WorkerState.STOPPED)
 
     def beat(self) -> None:
-        """One heartbeat and one look around; leaves out its turn while the last one is not committed."""
-        if self._db is None or any(not future.done() for future in self._beating):
+        """One heartbeat and one look around; each is left out while the last one is not committed.
+
+        A heartbeat goes ahead of all that waits for the database, and so must not wait for a look, which does not.
+        """
+        if self._db is None:
             return
-        self._counter += 1
-        alive = self._db.heartbeat(self._counter)
-        alive.add_done_callback(self._on_alive)
-        look = self._db.call(self._look)
-        look.add_done_callback(self._on_look)
-        self._beating = [alive, look]
+        if self._beating is None or self._beating.done():
+            self._counter += 1
+            self._beating = self._db.heartbeat(self._counter)
+            self._beating.add_done_callback(self._on_alive)
+        if self._looking is None or self._looking.done():
+            self._looking = self._db.call(self._look)
+            self._looking.add_done_callback(self._on_look)
 
     # ------------------------------------------------------------------------------------------------ internals
 
     def _loop(self) -> None:
+        try:
+            self._live()
+        except Exception as exc:
+            # Without a heartbeat others take our jobs over soon: better to hand them back now and to start anew.
+            logger.critical("Fault in the heartbeat: %r", exc, exc_info=exc)
+            self._on_dead(HeartbeatError(f"the heartbeat has ended with {type(exc).__name__}"))
+
+    def _live(self) -> None:
         next_sample = self._clock() + self._settings.sample_interval_s
         next_roll_up = self._clock() + _ROLL_UP_EVERY_S
         while True:
@@ -210,11 +248,13 @@ class Incarnation:
         # Owners first: one that registers between the two looks must not seem to be gone.
         owners = set(conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct()))
         workers = unended_workers(conn)
+        owned = select(Job.id, Job.attempt).where(Job.owner == self.id, Job.state == JobState.RUNNING)
         return _Sight(
             {worker.id: worker.heartbeat for worker in workers},
             {worker.id for worker in workers if worker.state is WorkerState.STARTING},
             {owner for owner in owners if owner is not None},
             cancelled_running(conn, self.id),
+            {row.id: row.attempt for row in conn.execute(owned)},
         )
 
     def _on_look(self, future: Future[_Sight]) -> None:
@@ -233,6 +273,7 @@ class Incarnation:
             self._on_gone(silent | gone)
         if sight.cancelled:
             self._on_cancel(sight.cancelled)
+        self._on_owned(sight.owned)
 
     def _on_alive(self, future: Future[WorkerState | None]) -> None:
         if future.exception() is None and future.result() is WorkerState.DEAD and not self._stop.is_set():

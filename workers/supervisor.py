@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workers.callbacks.service import start_sender
-from workers.exits import EXIT_CONFIGURATION, REASONS
+from workers.exits import EXIT_CONFIGURATION, EXIT_TRY_AGAIN, REASONS
 from workers.settings import Settings
 
 logger = logging.getLogger("tokenmill.supervisor")
@@ -115,8 +116,7 @@ class Supervisor:
             if self._stops:
                 seat.finished = True
             elif self._clock() >= seat.start_again_at:
-                seat.started_at = self._clock()
-                seat.process = self._spawn(self._settings_of(seat), seat.environment)
+                self._start(seat)
             return
         code = seat.process.poll()
         if code is None:
@@ -124,6 +124,18 @@ class Supervisor:
         seat.process = None
         seat.exit_code = code if code >= 0 else 128 - code
         self._after_exit(seat, code)
+
+    def _start(self, seat: _Seat) -> None:
+        seat.started_at = self._clock()
+        try:
+            seat.process = self._spawn(self._settings_of(seat), seat.environment)
+        except OSError as exc:  # no memory, no process or no file more: for now
+            seat.exit_code = EXIT_TRY_AGAIN
+            if self._once:
+                seat.finished = True
+                logger.error("%s could not be started (%s)", seat.label, exc)
+            else:
+                self._pause(seat, f"could not be started ({exc})")
 
     def _settings_of(self, seat: _Seat) -> Settings:
         """The settings, with a port for metrics that no other seat has."""
@@ -141,6 +153,9 @@ class Supervisor:
             return
         if self._clock() - seat.started_at >= STABLE_AFTER_S:
             seat.failures = 0
+        self._pause(seat, why)
+
+    def _pause(self, seat: _Seat, why: str) -> None:
         pause = min(self._settings.restart_backoff_s * 2**seat.failures, self._settings.restart_backoff_max_s)
         seat.failures += 1
         seat.start_again_at = self._clock() + pause
@@ -156,7 +171,11 @@ class Supervisor:
 
 
 def start_process(settings: Settings, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start ``workers.process`` in a session of its own, so that Ctrl-C reaches it only through us, in order."""
+    """Start ``workers.process`` in a session of its own, so that Ctrl-C reaches it only through us, in order.
+
+    Raises:
+        OSError: it cannot be started.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "workers.process"],
         stdin=subprocess.PIPE,
@@ -164,7 +183,8 @@ def start_process(settings: Settings, environment: Mapping[str, str]) -> subproc
         start_new_session=True,
     )
     assert process.stdin is not None
-    with process.stdin as pipe:
+    # One that dies before it has read them tells more by how it ended.
+    with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(settings.model_dump_json(exclude_unset=True).encode())
     return process
 

@@ -13,9 +13,11 @@ from sqlalchemy import Connection, event
 from backend.api import BackendStats
 from models_db.base import utcnow
 from models_db.claims import ClaimItem, claim
+from models_db.errors import WriterStoppedError
 from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
+from models_db.tables import WorkerState
 from models_db.workers import register_worker
 from workers.incarnation import DeathWatch, Incarnation, Sampler, _Sight, new_worker
 from workers.settings import load_settings
@@ -63,6 +65,108 @@ def test_nobody_is_dead_who_moved_within_the_time(steps: list[tuple[float, bool]
         if moves:
             counter, moved_at = counter + 1, now
         assert ("w" in watch.look({"w": counter}, now)) == (now - moved_at > 6)
+
+
+def test_looks_that_are_always_late_find_the_dead_all_the_same() -> None:
+    for pauses in ([4.0] * 20, [7.0, 1.0] * 20, [3.5, 2.0, 30.0] * 20):
+        watch, now = DeathWatch(6, 3), 0.0
+        found: float | None = None
+        for number, pause in enumerate(pauses):
+            now += pause
+            dead = watch.look({"still": 1, "moving": number}, now)
+            assert "moving" not in dead
+            if dead and found is None:
+                found = now
+        assert found is not None, f"looks {pauses[:3]} s apart"
+        assert found > 6
+
+
+def test_a_gap_excuses_anew_who_has_moved_since_the_last() -> None:
+    watch = DeathWatch(6, 3)
+    for second in range(6):
+        watch.look({"w": 1}, float(second))
+    watch.look({"w": 1}, 100.0)
+    watch.look({"w": 2}, 101.0)
+    for second in range(102, 106):
+        watch.look({"w": 2}, float(second))
+    for second in range(200, 207):
+        assert watch.look({"w": 2}, float(second)) == frozenset()
+    assert watch.look({"w": 2}, 207.0) == {"w"}
+
+
+class Beats:
+    """The part of the database thread that beats and looks, answering when told to."""
+
+    def __init__(self) -> None:
+        self.beats: list[Future[WorkerState | None]] = []
+        self.looks: list[Future[_Sight]] = []
+
+    def heartbeat(self, counter: int) -> Future[WorkerState | None]:
+        self.beats.append(Future())
+        return self.beats[-1]
+
+    def call(self, work: object) -> Future[_Sight]:
+        self.looks.append(Future())
+        return self.looks[-1]
+
+
+def test_a_heartbeat_waits_for_no_look() -> None:
+    settings = load_settings(database_url="sqlite:///unused.db")
+    row = new_worker(settings)
+    incarnation = Incarnation(settings, row, on_cancel=lambda ids: None, on_dead=lambda error: None)
+    incarnation._db = db = Beats()  # type: ignore[assignment]
+    for expected in (1, 2, 3):
+        incarnation.beat()
+        assert (len(db.beats), len(db.looks)) == (expected, 1), "the look waits behind other work"
+        db.beats[-1].set_result(WorkerState.ONLINE)
+    db.looks[0].set_result(_Sight({}, set(), set(), []))
+    incarnation.beat()
+    incarnation.beat()
+    assert (len(db.beats), len(db.looks)) == (4, 2)
+
+
+def test_a_worker_that_cannot_beat_any_more_says_so() -> None:
+    settings = load_settings(database_url="sqlite:///unused.db")
+    row, told = new_worker(settings), list[str]()
+    incarnation = Incarnation(
+        settings, row, on_cancel=lambda ids: None, on_dead=lambda error: told.append(error.code)
+    )
+
+    class Broken(Beats):
+        def heartbeat(self, counter: int) -> Future[WorkerState | None]:
+            if self.beats:
+                raise WriterStoppedError("the database thread died")
+            future = super().heartbeat(counter)
+            future.set_result(WorkerState.ONLINE)
+            incarnation._stop.set()  # so that this returns in any case
+            incarnation._stop.wait = lambda timeout=None: False  # type: ignore[method-assign]
+            return future
+
+    incarnation._db = Broken()  # type: ignore[assignment]
+    incarnation._loop()
+    assert told == ["heartbeat"]
+
+
+def test_what_we_own_is_told_after_each_look(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'owned.db'}"
+    upgrade(url)
+    engine = make_engine(url)
+    settings, owned = load_settings(database_url=url), list[object]()
+    me, other = new_worker(settings), replace(new_worker(settings), id="other")
+    incarnation = Incarnation(
+        settings, me, on_cancel=lambda ids: None, on_dead=lambda error: None, on_owned=owned.append
+    )
+    with engine.begin() as conn:
+        register_worker(conn, me)
+        register_worker(conn, other)
+        for job_id, owner in (("mine", me.id), ("theirs", other.id)):
+            job = NewJob(id=job_id, model="m", queue="q", params={}, prompt={}, created_at=utcnow())
+            claim(conn, [ClaimItem(job)], owner, frozenset())
+        sight: Future[_Sight] = Future()
+        sight.set_result(incarnation._look(conn))
+    engine.dispose()
+    incarnation._on_look(sight)
+    assert owned == [{"mine": 1}]
 
 
 def test_samples_are_differences_and_gauges() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from workers.exits import EXIT_TRY_AGAIN
 from workers.settings import Settings, load_settings
-from workers.supervisor import Supervisor, describe_exit, visible_gpus, wants_every_gpu
+from workers.supervisor import Supervisor, describe_exit, start_process, visible_gpus, wants_every_gpu
 
 
 class FakeProcess:
@@ -86,6 +90,45 @@ def test_a_clean_end_and_a_wrong_configuration_are_final(code: int) -> None:
     world = World([code])
     assert world.supervisor.run() == code
     assert len(world.started) == 1
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World([1, None])
+    tries: list[float] = []
+    real = world.spawn
+
+    def spawn(settings: Settings, environment: Mapping[str, str]) -> Any:
+        tries.append(world.seconds)
+        if len(tries) in (1, 3):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real(settings, environment)
+
+    world.supervisor._spawn = spawn
+    assert world.supervisor.run() == 0
+    assert len(tries) == 4
+    assert "worker could not be started ([Errno 11] Resource temporarily unavailable); starting again" in (
+        caplog.text
+    )
+    once = World([1], once=True)
+    once.supervisor._spawn = spawn
+    tries[:] = []
+    assert once.supervisor.run() == EXIT_TRY_AGAIN
+
+
+def test_a_process_that_dies_before_it_reads_its_settings_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec 0<&-\nexit 78\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    large = load_settings(backend="echo", models=tuple(f"model-{n}" for n in range(50_000)))  # fills the pipe
+    assert start_process(large, {}).wait(20) == 78
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        start_process(large, {})
 
 
 def test_once_returns_the_exit_code() -> None:
