@@ -67,7 +67,7 @@ def test_a_dead_graph_invalidates_a_capture() -> None:
 
     In a process of its own: PyTorch's generator stays as it was in the capture that broke off.
     """
-    code = f"from {__name__} import *; capture_while_a_dead_graph_is_collected()"
+    code = f"import runpy; runpy.run_path({__file__!r})['capture_while_a_dead_graph_is_collected']()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "during capture" in ended.stderr
