@@ -6,18 +6,16 @@ columns that are called like fields of the payload.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import math
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from backend.api import ConfigurationError, RequestError
+from backend.api import RequestError
 from workers.bulk_input import (
     BulkLine,
     CarriedLine,
@@ -30,6 +28,7 @@ from workers.bulk_input import (
     raw_lines,
     read_carried,
 )
+from workers.bulk_tables import TableRow, as_text, column_names, json_safe, table_rows
 from workers.payload import BULK_PRIORITY, GeneratePayload
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.errors import ApiError
@@ -38,8 +37,6 @@ from workers.serve.requests import parse_chat, parse_completion, refuse_in_batch
 Format = Literal["jsonl", "openai", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
 _ROUTING = frozenset({"tenant", "priority", "deadline_s"})  # fields of ours that no body of OpenAI's has
-_ROWS_AT_ONCE = 1000  # of a Parquet file
-_LONGEST_CELL = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +68,13 @@ class Shape:
 
 def guess_format(path: str, file: IO[bytes]) -> Format:
     """By the name's ending; a JSONL file is OpenAI's when its first line has a ``url`` and a ``body``."""
-    suffix = Path(path).suffix.lower()
-    if suffix == ".csv":
-        return "csv"
-    if suffix in (".parquet", ".pq"):
-        return "parquet"
+    suffix = Path(path.removesuffix(".gz")).suffix.lower()
     first = file.readline(1 << 20)
     file.seek(0)
+    if suffix == ".csv":
+        return "csv"
+    if suffix in (".parquet", ".pq") or first.startswith(b"PAR1"):
+        return "parquet"
     try:
         data = json.loads(first.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -99,7 +96,12 @@ def check_shape(shape: Shape, file: IO[bytes]) -> None:
                     f"is for tables, and this file is {shape.format}", field=option, fix="Leave it out"
                 )
         return
-    columns = _columns(shape, file)
+    columns = column_names(shape.format, file)
+    if not columns:
+        return  # an empty file: it has no rows either
+    if shape.template is None:
+        for name in columns:
+            check_misspelt(name)
     wanted = [("--template", name) for name in template_columns(shape.template or "")]
     if shape.id_column is not None:
         wanted.append(("--id-column", shape.id_column))
@@ -119,35 +121,47 @@ def check_shape(shape: Shape, file: IO[bytes]) -> None:
         )
 
 
+@lru_cache(maxsize=16)  # asked for each row of a table
+def _parsed(template: str) -> tuple[tuple[str, str | None], ...]:
+    """The template's pieces: text, and the column whose value follows it.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    pieces = []
+    for text, name, spec, conversion in string.Formatter().parse(template):
+        if name is not None and (not name or spec or conversion):
+            raise ValueError("a placeholder is a column's name in braces, and nothing else")
+        pieces.append((text, name))
+    return tuple(pieces)
+
+
 def template_columns(template: str) -> list[str]:
     """The columns that a template names.
 
     Raises:
         RequestError: it is malformed.
     """
-    names = []
     try:
-        for _, name, spec, conversion in string.Formatter().parse(template):
-            if name is None:
-                continue
-            if not name or spec or conversion:
-                raise ValueError("a placeholder is a column's name in braces, and nothing else")
-            names.append(name)
+        return [name for _, name in _parsed(template) if name is not None]
     except ValueError as error:
         raise RequestError(
             f"is malformed: {error}", field="--template", value=template, fix="Write {{ and }} for braces"
         ) from None
-    return names
 
 
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    """The template with the row's values; unlike ``str.format`` it reaches no attribute of a value."""
+    """The template with the row's values; unlike ``str.format`` it reaches no attribute of a value.
+
+    Raises:
+        ValueError: a value is binary and no text.
+    """
     pieces = []
-    for text, name, _, _ in string.Formatter().parse(template):
+    for text, name in _parsed(template):
         pieces.append(text)
         if name is not None:
             value = row.get(name)
-            pieces.append("" if value is None else str(value))
+            pieces.append("" if value is None else as_text(value))
     return "".join(pieces)
 
 
@@ -159,26 +173,20 @@ def read_rows(
         parse = partial(_parse_openai, endpoint=shape.endpoint) if shape.format == "openai" else parse_object
         yield from raw_lines(file, options, parse, after=after)
         return
-    rows = _csv_rows(file) if shape.format == "csv" else _parquet_rows(file)
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(table_rows(shape.format, file), 1):
         if options.limit is not None and number > options.limit:
             return
-        if number <= after:
-            continue
-        if isinstance(row, str):
-            yield LineError(number, row, "malformed_row")
-        else:
+        if number > after:
             yield _parse_row(number, row, shape, options)
 
 
 def read_carried_rows(file: IO[bytes], shape: Shape, options: LineOptions) -> Iterator[CarriedLine]:
-    """Ids and other keys of a file that was read before; rows gone bad since are left out."""
+    """Ids and other keys of a file that was read before, also of its bad lines, which are in the errors file."""
     if shape.format == "jsonl":
         yield from read_carried(file)
         return
     for row in read_rows(file, shape, options):
-        if isinstance(row, BulkLine):
-            yield CarriedLine(row.line, row.custom_id, row.extra)
+        yield CarriedLine(row.line, row.custom_id, row.extra)
 
 
 # ------------------------------------------------------------------------------------------------------- OpenAI's
@@ -190,6 +198,7 @@ def _parse_openai(
     """A line ``{"custom_id", "method", "url", "body"}``."""
     custom_id = data.get("custom_id")
     named = custom_id if isinstance(custom_id, str) else None
+    extra = {"url": data["url"]} if isinstance(data.get("url"), str) else {}
     parsers: Mapping[str, Callable[[object], Any]] = {CHAT: parse_chat, COMPLETION: parse_completion}
     try:
         if not named:
@@ -221,101 +230,94 @@ def _parse_openai(
         if options.check is not None:
             options.check(payload)
     except ApiError as error:
-        return LineError(number, f"body: {error.message}", error.code or "invalid_request", named)
+        return LineError(number, f"body: {error.message}", error.code or "invalid_request", named, extra)
     except RequestError as error:
-        return LineError(number, str(error), error.code, named)
-    return BulkLine(number, payload, {"url": data["url"]})
+        return LineError(number, str(error), error.code, named, extra)
+    return BulkLine(number, payload, extra)
 
 
 # --------------------------------------------------------------------------------------------------------- tables
 
 
-def _parse_row(
-    number: int, row: Mapping[str, Any], shape: Shape, options: LineOptions
-) -> BulkLine | LineError:
-    given = {name: value for name, value in row.items() if value is not None and value != ""}
-    custom_id = row.get(shape.id_column or "custom_id")
-    if custom_id is None or custom_id == "":
-        if shape.id_column is not None:
-            return LineError(number, f"{shape.id_column}: is empty. Name every row", "invalid_request")
-        custom_id = f"row-{number}"
+def _parse_row(number: int, row: TableRow, shape: Shape, options: LineOptions) -> BulkLine | LineError:
+    cells = {name: value for name, value in row.cells.items() if not _is_null(value)}
+    given = {name: value for name, value in cells.items() if value != ""}
     if shape.template is None:
-        data = {name if is_field(name) else carried_name(name): value for name, value in given.items()}
-        prompt = data.get("prompt")
+        carried = {carried_name(name): value for name, value in given.items() if not is_field(name)}
     else:  # the columns are the template's matter, whatever they are called
-        data = {carried_name(name): value for name, value in given.items() if name != "custom_id"}
-        prompt = fill_template(shape.template, row)
-    data["custom_id"] = str(custom_id)
+        carried = {carried_name(name): value for name, value in given.items() if name != "custom_id"}
+    extra = {name: json_safe(value) for name, value in carried.items()}
+    custom_id = None
+    try:
+        custom_id = _id_of(number, row, given, shape)
+        if row.fault is not None:
+            return LineError(number, row.fault, "malformed_row", custom_id, extra)
+        if shape.template is None:
+            data = {name: _field_of(name, value) for name, value in given.items() if is_field(name)}
+            prompt = data.get("prompt")
+        else:
+            data, prompt = {}, _prompt_of(shape.template, cells)
+    except ValueError as error:
+        return LineError(number, str(error), "malformed_row", custom_id, extra)
+    data["custom_id"] = custom_id
     if isinstance(prompt, str) and shape.system is not None:
         data.pop("prompt", None)
         turns = [{"role": "system", "content": shape.system}, {"role": "user", "content": prompt}]
-        return parse_object(number, data | {"messages": turns}, options)
-    return parse_object(number, data | ({} if prompt is None else {"prompt": prompt}), options)
+        data["messages"] = turns
+    elif prompt is not None:
+        data["prompt"] = prompt
+    made = parse_object(number, extra | data, options)
+    return replace(made, extra=extra) if isinstance(made, LineError) else made
 
 
-def _columns(shape: Shape, file: IO[bytes]) -> Sequence[str]:
-    if shape.format == "csv":
-        with _text_of(file) as text:
-            names = next(csv.reader(text), [])
-        file.seek(0)
-    else:
-        names = list(_parquet(file).schema_arrow.names)
-        file.seek(0)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise RequestError(f"the column {twice[0]!r} comes twice", field="INPUT", fix="Rename one of them")
+def _is_null(value: object) -> bool:
+    """Whether a cell holds nothing, or what is not a number."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _id_of(number: int, row: TableRow, given: Mapping[str, Any], shape: Shape) -> str | None:
+    """The row's id; none where its cell is the one that cannot be read.
+
+    Raises:
+        ValueError: its cell is empty, and not by chance.
+    """
+    name = shape.id_column or "custom_id"
+    if name in given:
+        return _text(name, given[name])
+    if shape.id_column is None:
+        return f"row-{number}"
+    if row.fault is not None:
+        return None
+    raise ValueError(f"{name}: is empty. Name every row")
+
+
+def _prompt_of(template: str, cells: Mapping[str, Any]) -> str:
+    """The row's prompt.
+
+    Raises:
+        ValueError: the row has no value for some column that the template names, or empty text for all.
+    """
+    names = template_columns(template)
     for name in names:
-        if shape.template is None:
-            check_misspelt(name)
-    return names
+        if name not in cells:
+            raise ValueError(
+                f"{name}: holds nothing, and the template needs it. Fill it, or leave the row out"
+            )
+    texts = {name: _text(name, cells[name]) for name in names}
+    if names and not any(texts.values()):
+        raise ValueError(
+            f"{', '.join(names)}: is empty, and the template needs it. Fill it, or leave the row out"
+        )
+    return fill_template(template, texts)
 
 
-def _csv_rows(file: IO[bytes]) -> Iterator[dict[str, Any] | str]:
-    csv.field_size_limit(_LONGEST_CELL)
-    with _text_of(file) as text:
-        reader = csv.DictReader(text, restkey="", strict=True)
-        while True:
-            try:
-                row = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                yield f"is not readable as CSV: {error}"
-                if isinstance(error, UnicodeDecodeError):
-                    return  # what follows cannot be split into rows any more
-                continue
-            if row is None:
-                return
-            if "" in row:
-                yield "has more cells than there are columns. Quote cells that hold a comma"
-            else:
-                yield row
+def _field_of(name: str, value: Any) -> Any:
+    """A cell that is a field of the payload. Some writers of Parquet call all text binary."""
+    return _text(name, value) if isinstance(value, bytes) else json_safe(value)
 
 
-@contextmanager
-def _text_of(file: IO[bytes]) -> Iterator[io.TextIOWrapper]:
-    """The file as text; it stays open when the text is done with, and its position is the caller's matter."""
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+def _text(name: str, value: Any) -> str:
     try:
-        yield text
-    finally:
-        text.detach()
-
-
-def _parquet(file: IO[bytes]) -> Any:
-    try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigurationError(
-            "reading Parquet needs pyarrow. Install it: pip install 'tokenmill[parquet]'"
-        ) from None
-    try:
-        return ParquetFile(file)
-    except (ArrowInvalid, OSError) as error:
-        raise RequestError(
-            f"is no readable Parquet file: {error}", field="INPUT", fix="Check the file"
-        ) from None
-
-
-def _parquet_rows(file: IO[bytes]) -> Iterator[dict[str, Any] | str]:
-    for batch in _parquet(file).iter_batches(batch_size=_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
+        return as_text(value)
+    except ValueError:
+        raise ValueError(f"{name}: is binary and no UTF-8 text. Encode it, or leave the column out") from None

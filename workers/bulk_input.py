@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from typing import IO, Any
 
 from backend.api import RequestError, check_text
@@ -61,12 +62,13 @@ class BulkInputError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with one line. ``line`` counts from 1."""
+    """What is wrong with one line. ``line`` counts from 1; ``extra`` is carried through to the errors file."""
 
     line: int
     message: str
     code: str = "invalid_request"
     custom_id: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,28 +132,28 @@ def raw_lines(
     file: IO[bytes], options: LineOptions, parse: ParseObject, *, after: int = 0
 ) -> Iterator[BulkLine | LineError]:
     """``read_lines`` for any kind of JSON object."""
-    taken = 0
-    number = 0
-    while options.limit is None or taken < options.limit:
-        raw = file.readline(MAX_LINE_BYTES)
-        if not raw:
-            return
-        number += 1
-        too_long = len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n")
-        if too_long:
-            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
-        if not raw.strip():
-            continue
-        taken += 1
+    for number, raw in islice(_numbered(file), options.limit):
         if number <= after:
             continue
-        if too_long:
+        if raw is None:
             yield LineError(
                 number, f"is longer than {MAX_LINE_BYTES:,} bytes. One line is one job", "malformed_json"
             )
         else:
             yield parse_line(number, raw, options, parse)
+
+
+def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """The lines that are not blank, with their numbers; in place of one that is too long, ``None``."""
+    number = 0
+    while raw := file.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, None
+        elif raw.strip():
+            yield number, raw
 
 
 def parse_line(
@@ -235,11 +237,9 @@ def validate(rows: Iterable[BulkLine | LineError], *, shown_errors: int = SHOWN_
 
 def read_carried(file: IO[bytes]) -> Iterator[CarriedLine]:
     """The ids and other keys of a file that was validated before; lines gone bad since are left out."""
-    number = 0
-    while raw := file.readline(MAX_LINE_BYTES):
-        number += 1
+    for number, raw in _numbered(file):
         try:
-            data = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+            data = json.loads((raw or b"").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError):
             continue
         if isinstance(data, dict):
