@@ -188,7 +188,7 @@ def _settings(broker_url: str, database_url: str, slots: int) -> Settings:
 def _submit(client: Client, jobs: int) -> None:
     """Submit bulk jobs as ``tokenmill bulk run`` does."""
     request = {"model": "echo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "priority": BULK_PRIORITY}
-    for _ in client.submit_many(request for _ in range(jobs)):
+    for _ in client.submit_each(request for _ in range(jobs)):
         pass
 
 

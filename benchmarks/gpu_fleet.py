@@ -92,7 +92,7 @@ def measure(
         worker: subprocess.Popen[bytes] | None = None
         for work in works:
             # The first work is queued before the worker starts, the others come while it is idle.
-            ids = [handle.id for handle in client.submit_many(_requests(work, config))]
+            ids = [handle.id for handle in client.submit_each(_requests(work, config))]
             if worker is None:
                 worker = _start(variables | dict(environment or {}), log)
                 stack.callback(stop_group, worker)

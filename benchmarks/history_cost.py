@@ -137,7 +137,7 @@ def run(
         request: dict[str, Any] = {"model": model, "prompt": "Name three colours, slowly.", "priority": 9}
         request |= {"max_tokens": 4} if backend == "echo" else {"max_tokens": 64, "ignore_eos": True}
         with Client(load_settings(broker_url=broker.url, database_url=url, model=model)) as client:
-            for _ in client.submit_many(request for _ in range(jobs)):
+            for _ in client.submit_each(request for _ in range(jobs)):
                 pass
         log = folder / "worker.log"
         with log.open("wb") as file:

@@ -4,7 +4,7 @@
     python -m benchmarks.submission --jobs 5000 --repetitions 1
 
 The same requests, into a database of their own and a private Redis: ready rows into the database alone, in
-transactions of the client's size; ``Client.submit_many``, which checks, stores and publishes; ``bulk run --no-wait``,
+transactions of the client's size; ``Client.submit_each``, which checks, stores and publishes; ``bulk run --no-wait``,
 which also reads them from a file. Then the first two again while one worker (echo) works through what is queued.
 Each repetition does all of them in turn, so that whatever else the machine does strikes them alike.
 """
@@ -34,7 +34,7 @@ from workers.client import Client
 from workers.private_redis import PrivateRedis
 
 ALONE = "ready rows into the database alone"
-CLIENT = "Client.submit_many"
+CLIENT = "Client.submit_each"
 FILE = "bulk run --no-wait"
 _SLOTS = 64
 

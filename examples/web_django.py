@@ -25,10 +25,16 @@ from django.urls import path
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_POST
 
-from backend.api import RequestError
-from models_db.errors import DatabaseError, UnknownJobError
-from workers.broker import BrokerUnavailableError
-from workers.client import Client, JobFailedError, JobNotFinishedError, TenantLimitError
+from workers.client import (
+    BrokerUnavailableError,
+    Client,
+    DatabaseError,
+    JobFailedError,
+    JobNotFinishedError,
+    RequestError,
+    TenantLimitError,
+    UnknownJobError,
+)
 
 TENANT = "web"  # whose limits hold; in an application with users, who is signed in
 UNAVAILABLE = (
@@ -99,11 +105,12 @@ def answer(request: HttpRequest, job_id: str) -> HttpResponse:
 @require_GET
 def events(request: HttpRequest, job_id: str) -> HttpResponse:
     """The answer as it comes, as server-sent events."""
-    client.status(job_id)
+    # What is wrong with the request must be known before the answer begins, or a browser asks again for ever.
+    stream = client.stream(job_id, last_id=request.headers.get("last-event-id") or None)
 
     def body() -> Iterator[str]:
         try:
-            for event in client.stream(job_id, last_id=request.headers.get("last-event-id")):
+            for event in stream:
                 data = event.text if event.end is None else asdict(event.end)
                 yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
         except (

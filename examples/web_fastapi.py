@@ -26,10 +26,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
-from backend.api import RequestError
-from models_db.errors import DatabaseError, IdempotencyConflictError, UnknownJobError
-from workers.broker import BrokerUnavailableError
-from workers.client import AsyncClient, JobFailedError, JobNotFinishedError, TenantLimitError
+from workers.client import (
+    AsyncClient,
+    BrokerUnavailableError,
+    DatabaseError,
+    IdempotencyConflictError,
+    JobFailedError,
+    JobNotFinishedError,
+    RequestError,
+    TenantLimitError,
+    UnknownJobError,
+)
 
 log = logging.getLogger(__name__)
 NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or a proxy may hold the tokens back
@@ -129,11 +136,12 @@ async def events(job_id: str, request: Request, last_id: str = "") -> StreamingR
     """The answer as it comes, as server-sent events; a browser that lost its connection goes on where it was."""
     client: AsyncClient = request.app.state.tokenmill
     await client.status(job_id)
-    last = request.headers.get("last-event-id") or last_id or None
+    # What is wrong with the request must be known before the answer begins, or a browser asks again for ever.
+    stream = client.stream(job_id, last_id=request.headers.get("last-event-id") or last_id or None)
 
     async def body() -> AsyncIterator[str]:
         try:
-            async for event in client.stream(job_id, last_id=last):
+            async for event in stream:
                 data = event.text if event.end is None else asdict(event.end)
                 yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
         except (BrokerUnavailableError, DatabaseError) as error:

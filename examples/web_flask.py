@@ -17,10 +17,16 @@ from typing import Any
 
 from flask import Flask, Response, request
 
-from backend.api import RequestError
-from models_db.errors import DatabaseError, UnknownJobError
-from workers.broker import BrokerUnavailableError
-from workers.client import Client, JobFailedError, JobNotFinishedError, TenantLimitError
+from workers.client import (
+    BrokerUnavailableError,
+    Client,
+    DatabaseError,
+    JobFailedError,
+    JobNotFinishedError,
+    RequestError,
+    TenantLimitError,
+    UnknownJobError,
+)
 
 TENANT = "web"  # whose limits hold; in an application with users, who is signed in
 UNAVAILABLE = (
@@ -84,12 +90,12 @@ def answer(job_id: str) -> tuple[dict[str, Any], int]:
 @app.get("/questions/<job_id>/events")
 def events(job_id: str) -> Response:
     """The answer as it comes, as server-sent events."""
-    client.status(job_id)
-    last_id = request.headers.get("last-event-id")
+    # What is wrong with the request must be known before the answer begins, or a browser asks again for ever.
+    stream = client.stream(job_id, last_id=request.headers.get("last-event-id") or None)
 
     def body() -> Iterator[str]:
         try:
-            for event in client.stream(job_id, last_id=last_id):
+            for event in stream:
                 data = event.text if event.end is None else asdict(event.end)
                 yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
         except (

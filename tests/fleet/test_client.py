@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import func, select
 
+import workers.client
 from backend.api import RequestError, UnknownModelError
 from models_db import jobs
 from models_db.errors import DatabaseUnavailableError, IdempotencyConflictError, SchemaError, UnknownJobError
@@ -124,9 +125,9 @@ def test_a_random_request_repeats_under_its_key_although_its_seed_was_drawn(clie
     assert again.id == first.id
 
 
-def test_many_jobs_keep_their_order_and_a_bad_one_stops_only_its_chunk(client: Client) -> None:
+def test_many_jobs_keep_their_order_and_a_bad_one_stops_them_all(client: Client) -> None:
     requests = ({"prompt": f"word{n}", "max_tokens": 1} for n in range(700))
-    handles = list(client.submit_many(requests))
+    handles = client.submit_many(requests)
     assert len({handle.id for handle in handles}) == 700
     assert [client.wait(handle.id, 30).text for handle in handles[::100]] == [
         f"word{n}" for n in range(0, 700, 100)
@@ -134,10 +135,107 @@ def test_many_jobs_keep_their_order_and_a_bad_one_stops_only_its_chunk(client: C
 
     before = jobs_in(client)
     mixed = itertools.chain(({"prompt": "good", "max_tokens": 1} for _ in range(600)), [{"prompt": ""}])
+    with pytest.raises(RequestError, match="prompt: must not be empty"):
+        client.submit_many(mixed)
+    assert jobs_in(client) == before
+
+
+def test_many_jobs_are_submitted_also_where_nobody_looks_at_the_handles(client: Client) -> None:
+    before = jobs_in(client)
+    client.submit_many([{"prompt": "word", "max_tokens": 1}] * 3)
+    assert jobs_in(client) - before == 3
+    assert client.submit_many([]) == []
+
+
+def test_what_stops_many_jobs_halfway_says_how_many_are_in(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, insert = jobs_in(client), jobs.insert_jobs
+
+    def once(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(jobs, "insert_jobs", away)
+        return insert(*args, **options)
+
+    def away(*_: object, **__: object) -> None:
+        raise DatabaseUnavailableError("gone")
+
+    monkeypatch.setattr(jobs, "insert_jobs", once)
+    with pytest.raises(DatabaseUnavailableError) as caught:
+        client.submit_many([{"prompt": "word", "max_tokens": 1}] * 700)
+    monkeypatch.undo()
+    assert caught.value.__notes__ == ["submit_many: the first 500 of 700 jobs have been accepted"]
+    assert jobs_in(client) - before == 500
+
+
+def test_each_of_any_number_of_jobs_is_submitted_as_its_handle_is_asked_for(client: Client) -> None:
+    before, read = jobs_in(client), 0
+
+    def endless() -> Iterator[dict[str, Any]]:
+        nonlocal read
+        while True:
+            read += 1
+            yield {"prompt": "word", "max_tokens": 1}
+
+    handles = client.submit_each(endless())
+    assert jobs_in(client) == before
+    next(handles)
+    assert jobs_in(client) - before == 500
+    assert read == 1000
+    handles.close()  # type: ignore[attr-defined]
+
+    before = jobs_in(client)
+    mixed = itertools.chain(({"prompt": "good", "max_tokens": 1} for _ in range(600)), [{"prompt": ""}])
     accepted: list[JobHandle] = []
     with pytest.raises(RequestError, match="prompt: must not be empty"):
-        accepted.extend(client.submit_many(mixed))
-    assert jobs_in(client) - before == 500  # the first chunk
+        accepted.extend(client.submit_each(mixed))
+    assert jobs_in(client) - before == len(accepted) == 500  # the first chunk
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256, "a\0b", "\ud800", 5, b"k", ["k"], float("nan")])
+def test_what_cannot_be_a_key_is_a_bad_request(client: Client, key: Any) -> None:
+    before = jobs_in(client)
+    with pytest.raises(RequestError, match="idempotency_key: ") as caught:
+        client.submit("words", idempotency_key=key)
+    assert caught.value.fix
+    with pytest.raises(RequestError, match="idempotency_key: "):
+        client.submit_many([{"prompt": "words"}, {"prompt": "words", "idempotency_key": key}])
+    assert jobs_in(client) == before
+
+
+@pytest.mark.parametrize("request_", ["abc", None, 5, [1]])
+def test_what_is_no_request_is_refused(client: Client, request_: Any) -> None:
+    with pytest.raises(RequestError, match="requests: must be a mapping"):
+        client.submit_many([request_])
+
+
+@pytest.mark.parametrize("fields", [{"deadline_s": 1e300}, {"self": 1}, {"deadline_s": float("inf")}])
+def test_no_field_ends_in_anything_but_a_bad_request(client: Client, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(fields))):
+        client.submit("words", **fields)
+
+
+@pytest.mark.parametrize(
+    "last_id", ["foo", "", "1-x", "-", "\u0661-0", "9" * 21, str(2**64), "0-" + "9" * 5000]
+)
+def test_what_is_no_id_of_an_event_is_refused_before_the_first_is_asked_for(
+    client: Client, last_id: str
+) -> None:
+    with pytest.raises(RequestError, match="last_id: "):
+        client.stream("any", last_id=last_id)
+    with pytest.raises(RequestError, match="last_id: "):
+        AsyncClient(client.settings).stream("any", last_id=last_id)
+
+
+def test_what_callers_catch_comes_from_one_place() -> None:
+    named = {name for name in workers.client.__all__ if name.endswith("Error")}
+    assert {
+        "RequestError",
+        "UnknownJobError",
+        "IdempotencyConflictError",
+        "DatabaseError",
+        "BrokerUnavailableError",
+    } <= named
+    assert all(issubclass(getattr(workers.client, name), Exception) for name in named)
 
 
 def test_an_accepted_job_survives_a_redis_that_is_away(fleet: Demo) -> None:

@@ -170,6 +170,15 @@ def test_each_web_example_sends_text_before_the_answer_is_whole_and_resumes(web:
     assert got + rest == httpx2.get(address).json()["text"], "nothing is missing and nothing came twice"
 
 
+def test_each_web_example_refuses_a_wrong_last_id_before_it_begins_to_answer(web: str) -> None:
+    accepted = httpx2.post(f"{web}/questions", json={"text": "one two three"})
+    address = f"{web}/questions/{accepted.json()['id']}/events"
+    for wrong in ("foo", "1-x", "9" * 30):
+        refused = httpx2.get(address, headers={"last-event-id": wrong})
+        assert refused.status_code == 422, "a browser takes it as final, where it would ask again after a 200"
+        assert "last_id: is not the id of an event" in refused.text
+
+
 @pytest.mark.parametrize("name", sorted(SERVERS))
 def test_each_web_example_asks_a_full_tenant_to_come_again(
     name: str, environment: dict[str, str], tmp_path: Path
@@ -177,10 +186,13 @@ def test_each_web_example_asks_a_full_tenant_to_come_again(
     limited = environment | {"TOKENMILL_TENANT_LIMITS": '{"web": {"jobs": 1}}'}
     with serving(name, limited, tmp_path) as web:
         words = " ".join(f"word{number}" for number in range(50))
-        assert httpx2.post(f"{web}/questions", json={"text": words}).status_code == 202
+        accepted = httpx2.post(f"{web}/questions", json={"text": words})
+        assert accepted.status_code == 202
         refused = httpx2.post(f"{web}/questions", json={"text": "one more"})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
         assert "sk again" in refused.text
+        *_, end = events(f"{web}/questions/{accepted.json()['id']}")  # the next example has the same tenant
+        assert end.data["state"] == "succeeded"
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
@@ -209,4 +221,7 @@ def test_the_fastapi_example_refuses_a_key_that_belongs_to_another_question(
         key = {"idempotency-key": "example-1"}
         assert httpx2.post(f"{web}/questions", json={"text": "one"}, headers=key).status_code == 202
         assert httpx2.post(f"{web}/questions", json={"text": "two"}, headers=key).status_code == 409
+        long = httpx2.post(f"{web}/questions", json={"text": "one"}, headers={"idempotency-key": "k" * 300})
+        assert long.status_code == 422
+        assert "idempotency_key: has 300 characters" in long.text
         assert httpx2.post(f"{web}/questions/none/cancel").status_code == 404

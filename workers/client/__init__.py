@@ -15,7 +15,15 @@ client has Redis alone: it can submit, and the worker writes the row, but status
 idempotency keys are refused, and what Redis loses before a worker has it is lost.
 """
 
-from models_db.errors import TenantLimitError
+from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
+from models_db.errors import (
+    DatabaseError,
+    DatabaseUnavailableError,
+    IdempotencyConflictError,
+    TenantLimitError,
+    UnknownJobError,
+)
+from workers.broker import BrokerUnavailableError
 from workers.callbacks.signing import CallbackSignatureError, verify_callback
 from workers.client.aio import AsyncClient, AsyncJobHandle
 from workers.client.errors import (
@@ -32,18 +40,27 @@ from workers.streams import StreamEnd, StreamEvent
 __all__ = [
     "AsyncClient",
     "AsyncJobHandle",
+    "BrokerUnavailableError",
     "CallbackSignatureError",
     "Client",
+    "ConfigurationError",
+    "DatabaseError",
+    "DatabaseUnavailableError",
+    "IdempotencyConflictError",
     "JobFailedError",
     "JobHandle",
     "JobNotFinishedError",
     "NoDatabaseError",
+    "RequestError",
     "StreamEnd",
     "StreamEvent",
     "StreamTimeoutError",
     "Submission",
     "SubmissionUnknownError",
     "TenantLimitError",
+    "TokenmillError",
+    "UnknownJobError",
+    "UnknownModelError",
     "WaitTimeoutError",
     "verify_callback",
 ]

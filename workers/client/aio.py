@@ -16,7 +16,7 @@ from models_db.jobs import JobStatus, StoredResult
 from models_db.tables import JobState
 from workers.broker import async_stream_connection
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
-from workers.client.streaming import read_stream_async
+from workers.client.streaming import check_last_id, read_stream_async
 from workers.client.sync import Client, pauses
 from workers.settings import Settings
 from workers.streams import StreamEvent
@@ -72,6 +72,7 @@ class AsyncClient:
 
     async def submit(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[Mapping[str, str]] | None = None,
@@ -94,8 +95,8 @@ class AsyncClient:
         return AsyncJobHandle(handle.id, handle.created, handle.published, self)
 
     async def submit_many(self, requests: Iterable[Mapping[str, Any]]) -> list[AsyncJobHandle]:
-        """See ``Client.submit_many``; the handles come as a list."""
-        handles = await self._run(lambda: list(self.sync.submit_many(requests)))
+        """See ``Client.submit_many``."""
+        handles = await self._run(lambda: self.sync.submit_many(requests))
         return [AsyncJobHandle(handle.id, handle.created, handle.published, self) for handle in handles]
 
     async def status(self, job_id: str) -> JobStatus:
@@ -122,10 +123,15 @@ class AsyncClient:
             await asyncio.sleep(pause_s)
         raise AssertionError("the pauses end with None")
 
-    async def stream(
+    def stream(
         self, job_id: str, *, last_id: str | None = None, timeout_s: float | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """See ``Client.stream``."""
+        """See ``Client.stream``. The job is looked for with the first event; ``last_id`` is checked at once."""
+        return self._stream(job_id, None if last_id is None else check_last_id(last_id), timeout_s)
+
+    async def _stream(
+        self, job_id: str, last_id: str | None, timeout_s: float | None
+    ) -> AsyncGenerator[StreamEvent, None]:
         if self.sync.has_database:
             await self.status(job_id)
         if self._streams is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from workers.streams import FIRST_ID, StreamEnd, StreamEvent, StreamReader, stre
 
 _BLOCK_S = 1.0  # between two looks at SQL, for jobs that end without a word in the stream
 _BATCH = 500
+_ID = re.compile(r"(\d{1,20})(?:-(\d{0,20}))?", re.ASCII)
+_LARGEST = 2**64 - 1  # that Redis takes
 
 
 def check_last_id(last_id: str) -> str:
@@ -26,15 +29,16 @@ def check_last_id(last_id: str) -> str:
     Raises:
         RequestError: it is none.
     """
-    first, _, second = last_id.partition("-")
-    if not (first.isascii() and first.isdigit() and (second or "0").isascii() and (second or "0").isdigit()):
+    match = _ID.fullmatch(last_id) if isinstance(last_id, str) else None
+    first, second = (0, 0) if match is None else (int(match[1]), int(match[2] or 0))
+    if match is None or max(first, second) > _LARGEST:
         raise RequestError(
             "is not the id of an event",
             field="last_id",
             value=last_id,
             fix="Give the id of the last event read",
         )
-    return f"{int(first)}-{int(second or 0)}"
+    return f"{first}-{second}"
 
 
 class StreamTimeoutError(TokenmillError, TimeoutError):

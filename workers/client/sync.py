@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import redis
 from sqlalchemy import Connection, Engine
 
-from backend.api import MAX_SEED, ConfigurationError
+from backend.api import MAX_SEED, ConfigurationError, RequestError, check_text
 from models_db import jobs
 from models_db.base import JsonText
 from models_db.errors import CommitUnknownError, DatabaseError, DatabaseUnavailableError, UnknownJobError
@@ -38,7 +38,7 @@ from workers.client.errors import (
     SubmissionUnknownError,
     WaitTimeoutError,
 )
-from workers.client.streaming import concluded, read_stream
+from workers.client.streaming import check_last_id, concluded, read_stream
 from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
 from workers.settings import Settings, load_settings
 from workers.streams import StreamEvent
@@ -48,18 +48,27 @@ T = TypeVar("T")
 _CHUNK = 500  # rows a transaction and messages a round trip, for submit_many
 # A client that freezes within a transaction keeps the locks of its jobs and tenant for no longer than this.
 _IDLE_IN_TRANSACTION_S = 30.0
+MAX_KEY = 255  # characters of an idempotency key, as the column has them
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One request for ``submit_many``, with where it belongs."""
+    """One checked request, with where it belongs.
+
+    Raises:
+        RequestError: the key is no text that a database can hold.
+    """
 
     payload: GeneratePayload
     batch_id: str | None = None
     position: int | None = None
     idempotency_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.idempotency_key is not None:
+            check_key(self.idempotency_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +144,7 @@ class Client:
 
     def submit(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[Mapping[str, str]] | None = None,
@@ -169,16 +179,37 @@ class Client:
         payload = self.payload(fields | ({"model": model} if model is not None else {}))
         return self.submit_payloads([Submission(payload, idempotency_key=idempotency_key)])[0]
 
-    def submit_many(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[JobHandle]:
+    def submit_many(self, requests: Iterable[Mapping[str, Any]]) -> list[JobHandle]:
         """Accept many jobs, some hundreds a transaction and a round trip; handles come in the order given.
 
-        Each request has the fields of the payload, and may have an ``idempotency_key``. A bad request raises
-        before its own chunk is stored; the chunks before it have been accepted and their handles given out. While
-        a chunk is being stored, the next one is read and checked. Raises otherwise as ``submit``, of one chunk: all
-        of it is stored, or nothing.
-        """
-        submissions = map(self._submission, requests)
+        Each request has the fields of the payload, and may have an ``idempotency_key``. All are checked before the
+        first is stored. For more than fit in memory there is ``submit_each``.
 
+        Raises:
+            RequestError: one of the requests is bad; nothing was stored.
+            DatabaseError: as ``submit``, of one chunk: all of it is stored, or nothing. Chunks before it have been
+                accepted, and the error's notes say how many jobs those are. To be able to send the whole list again,
+                give each request an ``idempotency_key``.
+        """
+        checked = [self._submission(request) for request in requests]
+        handles: list[JobHandle] = []
+        try:
+            handles.extend(self._accept_each(iter(checked)))  # keeps those that came before an error
+        except Exception as error:
+            error.add_note(f"submit_many: the first {len(handles)} of {len(checked)} jobs have been accepted")
+            raise
+        return handles
+
+    def submit_each(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[JobHandle]:
+        """As ``submit_many`` for any number of requests, in constant memory: they are taken as handles are asked for.
+
+        So nothing is submitted unless you iterate, and up to a thousand requests are read ahead. A bad request raises
+        before its own chunk is stored; the chunks before it have been accepted and their handles given out. While a
+        chunk is being stored, the next one is read and checked.
+        """
+        return self._accept_each(map(self._submission, requests))
+
+    def _accept_each(self, submissions: Iterator[Submission]) -> Iterator[JobHandle]:
         def ready() -> list[NewJob]:
             return self.new_jobs(take_chunk(submissions, _CHUNK, lambda each: each.payload.prompt_chars))
 
@@ -273,6 +304,13 @@ class Client:
         return False
 
     def _submission(self, request: Mapping[str, Any]) -> Submission:
+        if not isinstance(request, Mapping):
+            raise RequestError(
+                "must be a mapping of fields",
+                field="requests",
+                value=type(request).__name__,
+                fix='Give {"prompt": …, "max_tokens": …} for each job',
+            )
         fields = dict(request)
         key = fields.pop("idempotency_key", None)
         return Submission(self.payload(fields), idempotency_key=key)
@@ -375,9 +413,11 @@ class Client:
         Raises:
             StreamTimeoutError: the time is over; the job goes on.
             BrokerUnavailableError: Redis does not answer. Go on later with the last event's id.
-            RequestError: ``last_id`` is no id.
-            UnknownJobError: no row has this id.
+            RequestError: ``last_id`` is no id; before the first event is asked for.
+            UnknownJobError: no row has this id; likewise.
         """
+        if last_id is not None:
+            last_id = check_last_id(last_id)
         if self.has_database:
             self.status(job_id)
         with self._opening:
@@ -468,6 +508,22 @@ def with_seed(payload: GeneratePayload, draw: Callable[[int], int] = secrets.ran
     if payload.temperature == 0 or payload.seed is not None:
         return payload
     return payload.model_copy(update={"seed": draw(MAX_SEED + 1)})
+
+
+def check_key(key: object) -> None:
+    """Refuse what cannot be an idempotency key.
+
+    Raises:
+        RequestError: it is no text, empty, longer than 255 characters, or cannot be stored.
+    """
+    name = "idempotency_key"
+    if not isinstance(key, str):
+        fix = f"Write it as text: {str(key)!r}" if isinstance(key, int) else "Give text"
+        raise RequestError("must be text", field=name, value=key, fix=fix)
+    if not 0 < len(key) <= MAX_KEY:
+        fix = f"Use 1 to {MAX_KEY} characters, or a digest of what it stands for"
+        raise RequestError(f"has {len(key)} characters", field=name, fix=fix)
+    check_text(key, name)
 
 
 def _status(connection: Connection, job_id: str) -> JobStatus:
