@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Literal, get_args
 
 from sqlalchemy import ColumnElement, Connection, String, cast, func, select
@@ -11,15 +11,13 @@ from sqlalchemy import ColumnElement, Connection, String, cast, func, select
 from models_db.dialects import hour_of
 from models_db.errors import InvalidValueError
 from models_db.histogram import Metric
-from models_db.queries import ThroughputRow
+from models_db.queries import ThroughputRow, period_s, within
 from models_db.rollup_tables import JobClass, JobHour, LatencyHour, ThroughputHour
 from models_db.rollups import floor_hour
 from models_db.tables import Job, Worker
-from models_db.timesql import day_of, night_of
+from models_db.timesql import database_now, day_of, night_of
 
 HistoryBy = Literal["hour", "day", "night", "model", "tenant", "queue"]
-
-_HOUR = timedelta(hours=1)
 
 
 def history(
@@ -32,9 +30,7 @@ def history(
 ) -> list[ThroughputRow]:
     """Like ``queries.throughput``, from whole hours: those that began in [the hour of ``since``, ``until``).
 
-    Percentiles are upper ends of intervals (``models_db.histogram``). ``failed``, ``cancelled`` and ``expired`` count
-    ends: a job that failed, was tried again and succeeded counts in both. ``span_s`` goes from the first hour with
-    an end to the end of the last.
+    Percentiles are upper ends of intervals (``models_db.histogram``). There is no span of work.
 
     Raises:
         InvalidValueError: ``by`` is none of the six.
@@ -58,13 +54,17 @@ def history(
             func.max(JobHour.started_at).label("last"),
         )
         .join(JobClass, JobClass.id == JobHour.class_id)
-        .where(*_within(JobHour.started_at, JobClass.model, *limits))
+        .where(
+            JobHour.succeeded + JobHour.failed + JobHour.cancelled + JobHour.expired > 0,
+            *_within(JobHour.started_at, JobClass.model, *limits),
+        )
         .group_by(key)
     )
+    present = conn.scalars(select(database_now())).one()
     rows = []
     for row in conn.execute(query):
         ends = {name: int(getattr(row, name)) for name in ("succeeded", "failed", "cancelled", "expired")}
-        tokens, span = int(row.completion_tokens), (row.last - row.first + _HOUR).total_seconds()
+        tokens, period = int(row.completion_tokens), period_s(row.first, row.last, present)
         found = percentiles.get(row.key, {})
         rows.append(
             ThroughputRow(
@@ -74,8 +74,10 @@ def history(
                 prompt_tokens=int(row.prompt_tokens),
                 cached_tokens=int(row.cached_tokens),
                 completion_tokens=tokens,
-                span_s=span,
-                tokens_per_s=tokens / span,
+                period_s=period,
+                tokens_per_s=tokens / period,
+                span_s=None,
+                span_tokens_per_s=None,
                 latency_p50_s=percentile(found.get(Metric.LATENCY, ()), 50),
                 latency_p95_s=percentile(found.get(Metric.LATENCY, ()), 95),
                 ttft_p50_s=percentile(found.get(Metric.FIRST_TOKEN, ()), 50),
@@ -100,11 +102,7 @@ def percentile(counts: Sequence[tuple[int, int]], percent: int) -> float | None:
 
 def more_than(conn: Connection, jobs: int, since: datetime | None, until: datetime | None) -> bool:
     """Whether more than so many jobs ended in [since, until): a count that stops there."""
-    query = select(Job.id).where(Job.finished_at.is_not(None))
-    if since is not None:
-        query = query.where(Job.finished_at >= since)
-    if until is not None:
-        query = query.where(Job.finished_at < until)
+    query = select(Job.id).where(Job.finished_at.is_not(None), *within(Job.finished_at, since, until))
     return (conn.scalar(select(func.count()).select_from(query.limit(jobs + 1).subquery())) or 0) > jobs
 
 
@@ -127,11 +125,7 @@ def _key(by: HistoryBy, time: Any) -> ColumnElement[str]:
 def _within(
     time: Any, model_column: Any, since: datetime | None, until: datetime | None, model: str | None
 ) -> list[ColumnElement[bool]]:
-    filters = []
-    if since is not None:
-        filters.append(time >= floor_hour(since))
-    if until is not None:
-        filters.append(time < until)
+    filters = within(time, None if since is None else floor_hour(since), until)
     if model is not None:
         filters.append(model_column == model)
     return filters

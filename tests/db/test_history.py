@@ -27,7 +27,7 @@ from models_db.rollup_tables import JobHour, JobMinute, RollupMark, ThroughputHo
 from models_db.rollups import ROLLUPS, advance, close_before, floor_hour, reopen, roll_up, rolled_until
 from models_db.sample_history import END, START, load
 from models_db.session import make_engine, transaction
-from models_db.tables import EngineSample, Result
+from models_db.tables import EngineSample, JobState, Result
 from models_db.workers import add_samples
 from tests.answers import answer, questions
 from tests.db.helpers import add_jobs, add_workers, at, claim_one, finish_one, new_sample
@@ -159,6 +159,39 @@ def test_a_job_counts_where_its_attempt_ended_and_again_after_a_retry(fleet: Eng
     assert total(fleet, JobHour.succeeded) == 2
 
 
+@pytest.mark.parametrize("by", ["hour", "model"])
+def test_a_failed_and_retried_job_counts_alike_in_rollups_and_from_jobs(by: Any, fleet: Engine) -> None:
+    add_jobs(fleet, "twice")
+    claim_one(fleet, "twice", "w", now=at(400))
+    finish_one(fleet, "twice", 1, "w", JobState.FAILED, now=at(410))
+    with fleet.begin() as conn:
+        retry_failed(conn, ids=["twice"], at=at(420))
+    claim_one(fleet, "twice", "w", now=at(4000))
+    with fleet.connect() as conn:
+        before = {row.key: (row.jobs, row.failed) for row in throughput(conn, by)}
+    finish_one(fleet, "twice", 2, "w", now=at(4010))
+    catch_up(fleet, at(9000))
+    with fleet.connect() as conn:
+        exact = throughput(conn, by)
+        rolled = history(conn, by)
+    names = (
+        "key",
+        "jobs",
+        "succeeded",
+        "failed",
+        "cancelled",
+        "completion_tokens",
+        "period_s",
+        "tokens_per_s",
+    )
+    assert [[getattr(row, name) for name in names] for row in rolled] == [
+        [getattr(row, name) for name in names] for row in exact
+    ]
+    assert sum(row.failed for row in exact) == 1
+    assert sum(failed for _, failed in before.values()) == 1, "while it runs again"
+    assert sum(row.jobs for row in exact) == sum(jobs for jobs, _ in before.values()) + 1
+
+
 def test_the_present_is_there_when_asked_for_and_complete_later(fleet: Engine) -> None:
     transaction(
         fleet, partial(add_samples, samples=[new_sample("w", sampled_at=at(400), generated_tokens=1)])
@@ -217,9 +250,15 @@ def test_the_history_from_rollups_agrees_with_that_from_jobs(by: Any, sample: En
             "cancelled",
             "expired",
             "prompt_tokens",
+            "cached_tokens",
             "completion_tokens",
+            "period_s",
+            "tokens_per_s",
         ):
             assert getattr(row, name) == getattr(true, name), (key, name)
+        assert (row.span_s, row.span_tokens_per_s) == (None, None)
+        assert true.span_s is not None
+        assert true.span_s <= true.period_s
         for name in ("latency_p50_s", "latency_p95_s", "ttft_p50_s", "ttft_p95_s"):
             value, limit = getattr(true, name), getattr(row, name)
             assert (value is None) == (limit is None)

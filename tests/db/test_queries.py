@@ -10,7 +10,7 @@ from models_db.batches import create_batch
 from models_db.claims import ClaimItem, FinishItem, claim, finish
 from models_db.errors import InvalidValueError
 from models_db.jobs import insert_jobs, request_cancel
-from models_db.queries import job_counts, throughput
+from models_db.queries import job_counts, period_s, throughput
 from models_db.session import reading
 from models_db.tables import JobState
 from models_db.workers import NewWorker, add_samples, register_worker
@@ -87,7 +87,8 @@ def test_by_hour(history):
     nine, ten = rows
     assert (nine.jobs, nine.succeeded, nine.failed, nine.cancelled, nine.expired) == (20, 20, 0, 0, 0)
     assert (nine.prompt_tokens, nine.cached_tokens, nine.completion_tokens) == (200, 80, 600)
-    assert (nine.span_s, nine.tokens_per_s) == (600.0, 1.0)
+    assert (nine.span_s, nine.span_tokens_per_s) == (600.0, 1.0)
+    assert (nine.period_s, nine.tokens_per_s) == (3600.0, 600 / 3600)
     assert (nine.latency_p50_s, nine.latency_p95_s) == (10.0, 19.0)  # nearest rank of 1..20
     assert (nine.ttft_p50_s, nine.ttft_p95_s) == (0.8, 1.8)  # of 0.0, 0.2 … 1.8
     assert nine.active_fraction == pytest.approx((5 * 1.0 + 15 * 0.6) / 20)
@@ -106,7 +107,8 @@ def test_by_model(history):
         ("small", 20, 600),
     ]
     assert rows[0].span_s == 900.0
-    assert rows[0].tokens_per_s == pytest.approx(650 / 900)
+    assert rows[0].span_tokens_per_s == pytest.approx(650 / 900)
+    assert (rows[0].period_s, rows[0].tokens_per_s) == (3600.0, pytest.approx(650 / 3600))
     assert [row.active_fraction for row in rows] == [pytest.approx(0.5), pytest.approx(0.7)]
 
 
@@ -118,7 +120,12 @@ def test_by_worker_joins_its_incarnations_and_keeps_jobs_that_nobody_ran(history
         "": (1, 0),
     }
     assert rows["gpu-a"].active_fraction == pytest.approx(0.7)
-    assert (rows[""].tokens_per_s, rows[""].latency_p50_s, rows[""].active_fraction) == (None, None, None)
+    assert (rows[""].span_tokens_per_s, rows[""].latency_p50_s, rows[""].active_fraction) == (
+        None,
+        None,
+        None,
+    )
+    assert rows[""].tokens_per_s == 0
 
 
 def test_by_batch(history):
@@ -136,6 +143,22 @@ def test_limits_of_time_model_and_batch(history):
     assert list(rows_by_key(history, "worker", model="large")) == ["gpu-b", ""]
     assert rows_by_key(history, "hour", model="large")["2026-03-01 10:00"].active_fraction == 0.5
     assert list(rows_by_key(history, "model", batch_id="b")) == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "present", "since", "until", "seconds"),
+    [
+        (20, 30, 500, None, None, 3600),
+        (20, 130, 500, None, None, 3 * 3600),
+        (20, 30, 40, None, None, 40 * 60),  # the hour goes on
+        (20, 30, 500, 10, 50, 40 * 60),  # no more of the hour was asked for
+        (20, 30, 25, None, None, 3600),  # whose clock is this?
+        (0, 0, 500, 0, 0, 1),
+    ],
+)
+def test_the_period_of_tokens_a_second(first, last, present, since, until, seconds):
+    limits = (None if since is None else minute(since), None if until is None else minute(until))
+    assert period_s(minute(first), minute(last), minute(present), *limits) == seconds
 
 
 def test_no_history_gives_no_rows(db):

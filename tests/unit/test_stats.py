@@ -57,6 +57,20 @@ def test_json_and_csv_say_the_same(url: str) -> None:
     assert run(url, "stats", "--json", "--csv").exit_code == ExitCode.USAGE
 
 
+def test_the_peak_is_the_busiest_hour_wherever_it_is_read(url: str) -> None:
+    peaks = []
+    for source in ("jobs", "rollups"):
+        rows = json.loads(run(url, "stats", "--source", source, "--json").stdout)
+        busiest = max(rows, key=lambda row: row["completion_tokens"])
+        assert busiest["tokens_per_s"] == max(row["tokens_per_s"] for row in rows)
+        assert {row["period_s"] for row in rows} == {3600.0}
+        peaks.append((busiest["key"], busiest["tokens_per_s"]))
+        table = run(url, "stats", "--source", source).stdout
+        assert f"up to {busiest['tokens_per_s']:,.4g}" in table
+        assert ("in span" in table) == (source == "jobs")
+    assert peaks[0] == peaks[1]
+
+
 def test_few_jobs_are_read_exactly_and_old_or_many_from_rollups(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

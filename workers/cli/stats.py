@@ -60,8 +60,9 @@ def stats(
         Source,
         typer.Option(
             "--source",
-            help="Read every job, exact to the last one, or the roll-ups of whole hours, quick over years; "
-            f"auto takes the jobs where there are at most {MANY_JOBS:,}.",
+            help="For hours and models: read every job, exact to the last one, or the roll-ups of whole hours, quick "
+            f"over years; auto takes the jobs where there are at most {MANY_JOBS:,}, none of them pruned. Days, "
+            "nights, tenants and queues are always from roll-ups, workers and batches from jobs.",
         ),
     ] = "auto",
     plot: Annotated[
@@ -73,6 +74,9 @@ def stats(
     database_url: DatabaseOption = None,
 ) -> None:
     """Show jobs, tokens, tokens per second, latency and device activity out of the database.
+
+    A job counts each time it ends. "tok/s" is new tokens over whole hours, from the first in which a job ended to the
+    end of the last; "in span" over the time from the first start to the last end, known from jobs only.
 
     [bold]Examples[/bold]
 
@@ -193,7 +197,13 @@ def stats_table(rows: list[ThroughputRow], by: str) -> Table:
 
     heading = f"{by} (UTC)" if by in TIMES else by
     table = Table(heading, box=SIMPLE, pad_edge=False)
-    for name in ("jobs", "failed", "prompt tok", "new tok", "tok/s", "p50 s", "p95 s", "ttft p50", "active"):
+    spans = any(row.span_s is not None for row in rows)
+    span = ("in span",) if spans else ()
+    for name in (
+        *("jobs", "failed", "prompt tok", "new tok", "tok/s"),
+        *span,
+        *("p50 s", "p95 s", "ttft p50", "active"),
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -203,6 +213,7 @@ def stats_table(rows: list[ThroughputRow], by: str) -> Table:
             f"{row.prompt_tokens:,}",
             f"{row.completion_tokens:,}",
             number(row.tokens_per_s, 1),
+            *([number(row.span_tokens_per_s, 1)] if spans else []),
             number(row.latency_p50_s, 2),
             number(row.latency_p95_s, 2),
             number(row.ttft_p50_s, 2),
