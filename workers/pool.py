@@ -36,12 +36,13 @@ from workers.exits import EXIT_CONFIGURATION, EXIT_ENGINE_DEAD, EXIT_TRY_AGAIN
 from workers.finaliser import Finaliser, Threads, run_call
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
+from workers.leftovers import replay
 from workers.mailbox import Mailbox
 from workers.payload import TASK_NAME, queue_for
 from workers.queues import QueueView
 from workers.revokes import Revokes
 from workers.settings import Settings, redact_text, redact_url
-from workers.spool import Spool, default_folder, replay
+from workers.spool import Spool, default_folder
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
@@ -120,6 +121,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             on_cancel=self._on_cancel_flags,
             on_dead=self._on_declared_dead,
             on_gone=self._on_gone,
+            on_owned=self._on_owned,
         )
         db = self._db = DatabaseThread(
             engine, row.id, dead_ids=incarnation.dead_ids, on_health=self._on_database_health
@@ -305,6 +307,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if self._sweeper is not None:
             self._sweeper.bury(worker_ids)
 
+    def _on_owned(self, attempts: Mapping[str, int]) -> None:
+        if self._table is not None:
+            self._table.reconcile(attempts)
+
     def _on_declared_dead(self, error: TokenmillError) -> None:
         if self._table is not None:
             self._table.fail(error)
@@ -351,10 +357,15 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._incarnation.draining()
         table.close()
         end_of_grace = time.monotonic() + self.settings.shutdown_grace_s
-        if table.pending:
-            logger.info("Draining %d deliveries for up to %gs", table.pending, self.settings.shutdown_grace_s)
+        if table.unfinished:
+            logger.info(
+                "Draining %d deliveries and %d jobs for up to %gs",
+                table.pending,
+                table.running,
+                self.settings.shutdown_grace_s,
+            )
         end: float | None = None
-        while table.pending or self._foreign:
+        while table.unfinished or self._foreign:
             self.pump(0.05)
             now = time.monotonic()
             cold = state.should_terminate not in (None, False)
@@ -364,7 +375,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 end = now + _LAST_COMMITS_S
             if end is not None and now >= end:
                 logger.error(
-                    "%d deliveries are left unacknowledged and will be delivered again", table.pending
+                    "%d deliveries are left unacknowledged and will be delivered again; %d jobs are not handed back "
+                    "and will be taken over",
+                    table.pending,
+                    table.running,
                 )
                 break
         self.mailbox.run()

@@ -16,21 +16,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from sqlalchemy import Engine
-
-from models_db.claims import FinishItem, finish
-from models_db.dialects import chunked
+from models_db.claims import FinishItem
 from models_db.records import StoredResult
-from models_db.session import transaction
 from models_db.tables import JobState
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".spool"
+_REFUSED = ".refused"
 _PRIVATE = 0o600
 _NOT_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -53,7 +49,7 @@ class Spool:
 
     def add(self, item: FinishItem) -> bool:
         """Write one result and see it onto the disk; whether that worked. Warns once an outage if not."""
-        line = json.dumps(_to_json(item), separators=(",", ":")).encode() + b"\n"
+        line = _line(item)
         try:
             if self._size + len(line) > self._max_bytes:
                 raise OSError(f"it would be larger than spool_max_mb allows ({self._max_bytes} bytes)")
@@ -147,21 +143,21 @@ def leftovers(folder: Path, worker_name: str) -> Iterator[list[Leftover]]:
                 path.unlink()
 
 
-def replay(engine: Engine, folder: Path, worker_name: str) -> None:
-    """Commit the results that dead incarnations of this worker could not.
+def put_aside(folder: Path, worker_name: str, worker_id: str, item: FinishItem) -> None:
+    """Keep a result that the database refuses, for a person to look at: nothing here reads it again.
 
-    Raises:
-        DatabaseError: as ``models_db.session.transaction``; the results stay for the next try.
+    In the spool's folder, in a file that ends in ``.refused``, one line of JSON a result, readable by nobody else.
     """
-    with leftovers(folder, worker_name) as found:
-        for leftover in found:
-            for some in chunked(leftover.items, 50):
-                counts = transaction(engine, partial(finish, items=some, worker_id=leftover.worker_id))
-                logger.warning(
-                    "%d of %d results that waited for the database are committed; the others came too late",
-                    sum(counts),
-                    len(some),
-                )
+    path = folder / f"{_slug(worker_name)}.{worker_id}{_REFUSED}"
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE)
+        with os.fdopen(number, "ab", buffering=0) as file:
+            file.write(_line(item))
+            os.fsync(file.fileno())
+    except OSError as exc:
+        logger.error("The result of job %s cannot be put aside in %s (%s)", item.job_id, path, exc)
+    else:
+        logger.error("The result of job %s is put aside in %s", item.job_id, path)
 
 
 @contextmanager
@@ -178,12 +174,12 @@ def _read(path: Path, file: IO[bytes]) -> Iterator[FinishItem]:
     for line in file:
         try:
             yield _from_json(json.loads(line))
-        except (ValueError, TypeError, KeyError):
+        except Exception:  # whatever is in it, the worker starts
             logger.warning("The spool %s has a line that cannot be read; its job runs again", path)
 
 
-def _to_json(item: FinishItem) -> dict[str, Any]:
-    return asdict(item)
+def _line(item: FinishItem) -> bytes:
+    return json.dumps(asdict(item), separators=(",", ":")).encode() + b"\n"
 
 
 def _from_json(data: dict[str, Any]) -> FinishItem:
@@ -203,7 +199,8 @@ class OutageBook:
         self._spool = spool
         self._away = False
         self._waiting: dict[tuple[str, int], FinishItem] = {}
-        self._written = False
+        self._written: set[tuple[str, int]] = set()  # those of them that are in the spool
+        self._used = False
 
     def waits(self, item: FinishItem) -> None:
         """This end is on its way to the database."""
@@ -212,10 +209,15 @@ class OutageBook:
             self._write(item)
 
     def settled(self, item: FinishItem) -> None:
-        """The database has answered, or nobody waits for that any more."""
-        self._waiting.pop((item.job_id, item.attempt), None)
-        if self._written and not self._away and not self._waiting:
-            self._written = False
+        """The database has answered, or nobody waits for that any more.
+
+        Others may be on their way at any time, so the spool is cleared once what is in it has been settled.
+        """
+        key = item.job_id, item.attempt
+        self._waiting.pop(key, None)
+        self._written.discard(key)
+        if self._used and not self._away and not self._written:
+            self._used = False
             if self._spool is not None:
                 self._spool.clear()
 
@@ -225,13 +227,15 @@ class OutageBook:
             return
         self._away = not healthy
         if self._away:
-            for item in self._waiting.values():
-                self._write(item)
+            for key, item in self._waiting.items():
+                if key not in self._written:
+                    self._write(item)
 
     def _write(self, item: FinishItem) -> None:
         if self._spool is not None:
-            self._written = True
-            self._spool.add(item)
+            self._used = True
+            if self._spool.add(item):
+                self._written.add((item.job_id, item.attempt))
 
 
 def default_folder(environ: Callable[[str], str | None] = os.environ.get) -> Path:

@@ -136,6 +136,22 @@ def test_the_book_writes_during_an_outage_only_and_clears_when_all_is_committed(
     spool.close()
 
 
+def test_the_spool_is_cleared_under_a_load_that_never_pauses(tmp_path: Path) -> None:
+    book = OutageBook(spool := Spool(tmp_path, "w", "a", LARGE))
+    book.waits(item(0))
+    book.database(False)
+    book.database(True)
+    book.database(False)
+    (path,) = tmp_path.iterdir()
+    assert path.read_bytes().count(b"\n") == 1, "once is enough"
+    book.database(True)
+    for number in range(1, 20):
+        book.waits(item(number))
+        book.settled(item(number - 1))
+        assert path.read_bytes() == b""
+    spool.close()
+
+
 def test_the_folder_follows_the_systems_convention() -> None:
     assert default_folder({"XDG_STATE_HOME": "/state"}.get) == Path("/state/tokenmill/spool")
     assert default_folder({}.get) == Path.home() / ".local/state/tokenmill/spool"
