@@ -33,6 +33,12 @@ class SchemaError(DatabaseError):
     code = "schema"
 
 
+class MissingDatabaseError(SchemaError):
+    """The file of an SQLite database does not exist."""
+
+    code = "missing_database"
+
+
 class InvalidValueError(DatabaseError):
     """A value that no column can hold, refused before it reaches any database."""
 
@@ -40,6 +46,7 @@ class InvalidValueError(DatabaseError):
 
     def __init__(self, field: str, message: str, *, value: str = "", fix: str = "") -> None:
         self.field = field
+        self.message = message
         self.value = value
         self.fix = fix
         given = f" (got {value})" if value else ""

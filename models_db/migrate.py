@@ -8,14 +8,15 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Engine
+from sqlalchemy import Engine, String, column, inspect, select, table
 
 import migrations
-from models_db.errors import SchemaError
+from models_db.errors import MissingDatabaseError, SchemaError
 from models_db.session import reading, redact
+
+_VERSIONS = "alembic_version"
 
 URL_ATTRIBUTE = "tokenmill_url"
 """Where ``migrations/env.py`` looks for the URL; an attribute, since an option would need its % signs escaped."""
@@ -81,9 +82,31 @@ def check_differences(url: str) -> None:
 
 
 def current_revision(engine: Engine) -> str | None:
-    """The database's revision, ``None`` when it was never migrated."""
+    """The database's revision, ``None`` when it was never migrated.
+
+    Raises:
+        MissingDatabaseError: it is an SQLite file that is not there. None is made.
+        DatabaseUnavailableError: it does not answer.
+    """
+    if (file := _missing_file(engine)) is not None:
+        raise MissingDatabaseError(
+            f"database {redact(engine.url)} is missing: there is no file {file}. Correct TOKENMILL_DATABASE_URL, or "
+            "make it with `tokenmill db upgrade`"
+        )
     with reading(engine) as conn:
-        return MigrationContext.configure(conn).get_current_revision()
+        # Alembic's own way to this says three lines to whoever listens to the root logger.
+        if not inspect(conn).has_table(_VERSIONS):
+            return None
+        return conn.scalar(select(column("version_num", String)).select_from(table(_VERSIONS)))
+
+
+def _missing_file(engine: Engine) -> Path | None:
+    """The absolute path of an SQLite file that does not exist; opening it would make an empty one."""
+    name = engine.url.database
+    if engine.dialect.name != "sqlite" or not name or name.startswith("file:"):
+        return None
+    path = Path(name).absolute()
+    return None if path.exists() else path
 
 
 def head_revision() -> str:
@@ -99,6 +122,7 @@ def check_schema(engine: Engine) -> None:
 
     Raises:
         SchemaError: it is not; the message names both revisions and the command to run.
+        MissingDatabaseError: it is an SQLite file that is not there.
         DatabaseUnavailableError: it does not answer.
     """
     current, head = current_revision(engine), head_revision()

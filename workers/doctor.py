@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from backend.api import TokenmillError
-from models_db.errors import DatabaseError
-from models_db.migrate import check_schema
+from models_db.errors import DatabaseError, MissingDatabaseError
+from models_db.migrate import check_schema, current_revision
 from models_db.session import make_engine, reading
 from models_db.workers import WorkerRecord, unended_workers
 from workers.broker import Broker
@@ -106,8 +106,18 @@ def _database(settings: Settings) -> Iterator[Finding]:
         return
     try:
         try:
+            current_revision(engine)  # first, since it makes no file where there is none
             with reading(engine) as connection:
                 version = ".".join(str(part) for part in connection.dialect.server_version_info or ())
+        except MissingDatabaseError as error:
+            yield Finding(
+                "database",
+                Health.BROKEN,
+                str(error),
+                "tokenmill db upgrade   (makes it), or correct TOKENMILL_DATABASE_URL",
+            )
+            yield Finding("schema", Health.SKIPPED, "there is no database")
+            return
         except DatabaseError as error:
             yield Finding(
                 "database", Health.BROKEN, str(error), "Start it, or correct TOKENMILL_DATABASE_URL"

@@ -95,6 +95,7 @@ def test_the_check_sees_a_difference_and_spares_other_applications_tables(empty_
 
 def test_check_schema_names_both_revisions_and_the_command(empty_url, engine):
     head = head_revision()
+    engine.connect().close()  # which makes the file of an SQLite database
     with pytest.raises(SchemaError, match=rf"no revision, and {head} is needed. Run `tokenmill db upgrade`"):
         check_schema(engine)
     assert current_revision(engine) is None

@@ -217,6 +217,7 @@ def test_prune_counts_before_it_deletes(database_url: str) -> None:
 
 
 def test_doctor_names_what_is_broken_and_how_to_mend_it(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
     url = f"sqlite:///{tmp_path / 'empty.db'}"
     done = run(
         "doctor", "--json", "--broker-url", DEAD_REDIS, "--database-url", url, "--model", "nowhere/x/y"
