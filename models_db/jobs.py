@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 
 from models_db.base import utcnow
 from models_db.callbacks import announce_jobs, insert_job_callbacks, recall_batches, recall_jobs
+from models_db.clock import database_time
 from models_db.dialects import among, chunked, insert_or_ignore, insert_rows
 from models_db.errors import (
     DuplicateCustomIdError,
@@ -383,7 +384,7 @@ def retry_failed(
         query = query.where(Job.batch_id == batch_id)
     pieces = [query] if ids is None else [query.where(Job.id.in_(some)) for some in chunked(ids)]
     candidates = [job_id for piece in pieces for job_id in conn.scalars(piece)]
-    now = at or utcnow()
+    now = at or database_time(conn)
     chosen = [job.id for job in lock_jobs(conn, candidates).values() if job.state in wanted]
     order: dict[str, datetime] = {}
     for some in chunked(chosen):

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Engine
 
 from models_db import claims, workers
-from models_db.base import utcnow
 from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
+from models_db.clock import DatabaseClock
 from models_db.errors import DatabaseUnavailableError, WriterStoppedError
 from models_db.faults import Fault, classify, summary
 from models_db.tables import WorkerState
@@ -86,7 +86,7 @@ class _Failure:
 @dataclass(slots=True)
 class _Batch:
     ops: list[_Op]
-    now: datetime  # stays the same through retries, so that a replay recognises its own rows
+    now: datetime | None = None  # of its first try; stays the same, so that a replay recognises its own rows
     replay: bool = False  # a commit may have gone through although its answer got lost
     breaks: int = 0
 
@@ -111,7 +111,7 @@ class DatabaseThread:
         engine: from ``models_db.session.make_engine``; one of its connections stays in use.
         worker_id: the incarnation that claims, finishes and beats.
         dead_ids: asked before each claim for the incarnations whose jobs may be taken over; must be quick.
-        now: the clock of all stored times.
+        now: the clock of all stored times; the database's own when unset.
         sleep: waits between tries while the database is away; by default until ``stop`` gives up.
         max_batch: operations in one transaction at most.
         pause: waits for a busy batch to grow.
@@ -125,7 +125,7 @@ class DatabaseThread:
         worker_id: str,
         *,
         dead_ids: Callable[[], Collection[str]] = frozenset,
-        now: Callable[[], datetime] = utcnow,
+        now: Callable[[], datetime] | None = None,
         sleep: Callable[[float], object] | None = None,
         max_batch: int = 512,
         pause: Callable[[float], object] = time.sleep,
@@ -135,7 +135,9 @@ class DatabaseThread:
         self._engine = engine
         self._worker_id = worker_id
         self._dead_ids = dead_ids
-        self._now = now
+        self._database_clock = DatabaseClock()
+        self._reads_clock = now is None
+        self._now = now or self._database_clock
         self._given_up = threading.Event()
         self._sleep = sleep or self._given_up.wait
         self._max_batch = max_batch
@@ -184,6 +186,10 @@ class DatabaseThread:
     def call(self, work: Callable[[Connection], T]) -> Future[T]:
         """Run ``work`` inside a batch's transaction, which it must not end; it may run again after a rollback."""
         return self._submit(_Op(_Kind.CALL, work))
+
+    def now(self) -> datetime:
+        """The present by the clock of all stored times."""
+        return self._now()
 
     @property
     def healthy(self) -> bool:
@@ -267,7 +273,7 @@ class DatabaseThread:
                 if self._given_up.is_set() or not (self._urgent or self._waiting or self._alone):
                     return None
                 one_alone = self._alone and not self._urgent
-                batch = self._alone.popleft() if one_alone else _Batch(self._take(), self._now())
+                batch = self._alone.popleft() if one_alone else _Batch(self._take())
                 self._in_flight = len(batch.ops)
                 if batch.ops:
                     return batch
@@ -318,6 +324,9 @@ class DatabaseThread:
         try:
             transaction = conn.begin()
             try:
+                if self._reads_clock and self._database_clock.due:
+                    self._database_clock.read(conn)
+                batch.now = batch.now or self._now()
                 values = self._execute(conn, batch)
                 batch.replay = True  # from here on nobody can tell until the answer is there
                 transaction.commit()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import IO
 
@@ -55,7 +55,7 @@ class BulkRunner:
         report: Callable[[BatchProgress], None] = lambda progress: None,
         broker: Broker | None = None,
         clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        now: Callable[[], datetime] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         waiting: Callable[[TenantLimitError], None] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class BulkRunner:
         self._client = client
         self._engine = client.engine()
         self._in_flight = in_flight
-        self._now = now
+        self._now = now or client.now
         self._sleep = sleep
         self._waiting = waiting
         self._told_waiting = False

@@ -157,6 +157,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             pause=self._pause,
             worker_id=incarnation.id,
             spool=spool,
+            now=db.now,
         )
         table.start()
         task.deliveries = table

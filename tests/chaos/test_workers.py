@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+from sqlalchemy import select
 
 from models_db.deaths import ALONE_DEATHS, SOLO_LIMIT
-from models_db.tables import JobState
+from models_db.tables import Job, JobState
 from tests.chaos.backends import POISON
 from tests.chaos.clocks import NoClockShiftError, shifted
 from tests.chaos.conftest import MakeWorld
-from tests.chaos.jobs import FAILS
+from tests.chaos.jobs import ENDED_WELL, FAILS, Expected
 from tests.fleet.fleet import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -35,7 +36,8 @@ def test_a_prompt_that_aborts_the_process_costs_255_innocents_nothing(make_world
 
 @pytest.mark.chaos_long
 def test_wall_clocks_an_hour_ahead_and_behind(make_world: MakeWorld) -> None:
-    world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 8})
+    # Times that are fair on a right clock, and up at once (or an hour too late) on a wrong one.
+    world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 8}, max_queue_age_s=1800)
     try:
         seats = [world.seat(variables=shifted(by, world.folder)) for by in (3600, -3600)] + [world.seat()]
     except NoClockShiftError as exc:
@@ -43,10 +45,20 @@ def test_wall_clocks_an_hour_ahead_and_behind(make_world: MakeWorld) -> None:
     for seat in seats:
         seat.ready()
     jobs = world.submit_words(12, 20 * 15)  # longer than the visibility timeout
-    jobs += world.submit_words(60, 10)
+    jobs += world.submit_words(60, 10, deadline_s=600)
     verdict = world.finish(stop=False).assert_ok()
     assert verdict.attempts == {"succeeded": len(jobs)}, "nobody took anything from anybody"
     assert verdict.duplicates == 0
+    # Whoever takes them, they are late after two seconds and not before.
+    late = world.submit_words(12, 20 * 60, deadline_s=2)
+    world.expected |= {job_id: Expected(None, ENDED_WELL | {"expired"}) for job_id in late}
+    world.finish(stop=False).assert_ok()
+    with world.engine.connect() as conn:
+        took = [
+            (row.finished_at - row.created_at).total_seconds()
+            for row in conn.execute(select(Job.created_at, Job.finished_at).where(Job.id.in_(late)))
+        ]
+    assert all(1.5 < seconds < 15 for seconds in took), took
     ahead = seats[0]
     more = world.submit_words(24, 20 * 5)
     world.wait_running(more)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Engine
 from backend.api import MAX_SEED, ConfigurationError, RequestError, check_text
 from models_db import jobs
 from models_db.base import JsonText
+from models_db.clock import DatabaseClock
 from models_db.errors import CommitUnknownError, DatabaseError, DatabaseUnavailableError, UnknownJobError
 from models_db.ids import uuid7
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
@@ -48,6 +49,7 @@ T = TypeVar("T")
 _CHUNK = 500  # rows a transaction and messages a round trip, for submit_many
 # A client that freezes within a transaction keeps the locks of its jobs and tenant for no longer than this.
 _IDLE_IN_TRANSACTION_S = 30.0
+_CLOCK_AGE_S = 60.0  # until the database's clock is looked at again
 MAX_KEY = 255  # characters of an idempotency key, as the column has them
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 1.0
@@ -113,6 +115,7 @@ class Client:
         settings: as ``workers.settings.load_settings()`` gives them, which is the default.
         broker_url: overrides the setting.
         database_url: overrides the setting; ``None`` means Redis only (see the package's text).
+        clock: of what is submitted; the database's when unset.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Client:
         broker_url: str | None = None,
         database_url: str | None = "",
         broker: Broker | None = None,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], datetime] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         overrides = {"broker_url": broker_url, "database_url": database_url}
@@ -138,6 +141,7 @@ class Client:
         self.has_database = database_url is not None
         self._opening = threading.Lock()
         self._clock = clock
+        self._database_clock = DatabaseClock(_CLOCK_AGE_S)
         self._sleep = sleep
 
     # ------------------------------------------------------------------------------------------------- submit
@@ -236,8 +240,26 @@ class Client:
 
     def new_jobs(self, submissions: Sequence[Submission]) -> list[NewJob]:
         """The rows that ``submit_payloads`` would insert, which are not inserted here."""
-        now = self._clock()
+        now = self.now()
         return [self._new_job(submission, now) for submission in submissions]
+
+    def now(self) -> datetime:
+        """The present, by which what is submitted is dated: by the database's clock, as workers judge it.
+
+        Raises:
+            DatabaseUnavailableError, SchemaError: as ``submit``; a clock that was read before goes on without it.
+        """
+        if self._clock is not None:
+            return self._clock()
+        if self.has_database and self._database_clock.due:
+            try:
+                with reading(self.engine()) as connection:
+                    self._database_clock.read(connection)
+            except DatabaseError:
+                if not self._database_clock.known:
+                    raise
+                self._database_clock.put_off()
+        return self._database_clock()
 
     def submit_payloads(self, submissions: Sequence[Submission]) -> list[JobHandle]:
         """Accept validated payloads in one transaction, then publish them in one round trip."""
@@ -446,7 +468,8 @@ class Client:
         A queued job is ``cancelled`` at once. A running one is still ``running``: its worker ends it within a
         second or so. A job that has ended stays as it is.
         """
-        states = self._write("cancel", lambda connection: jobs.request_cancel(connection, [job_id]))
+        now = self.now() if self.has_database else None
+        states = self._write("cancel", lambda connection: jobs.request_cancel(connection, [job_id], at=now))
         if job_id not in states:
             raise UnknownJobError(job_id)
         return states[job_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
 from models_db.batches import BatchProgress
+from models_db.clock import database_time
 from models_db.ids import uuid7
 from models_db.session import certain, transaction
 from models_db.tables import BatchState, JobState
@@ -101,7 +102,7 @@ async def create(call: Call) -> Response:
         record = files.find_file(conn, request.input_file_id, tenant)
         if record is None:
             return False
-        now = datetime.now(UTC)
+        now = database_time(conn)
         batches.create_batch(
             conn, name=record.filename, deadline_at=now + timedelta(hours=24), batch_id=batch_id, at=now
         )
