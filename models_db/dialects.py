@@ -29,6 +29,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.operators import OperatorType
 from sqlalchemy.types import TypeEngine
 
 from models_db.base import Base, JSONType, UTCDateTime, dump_json
@@ -195,6 +196,10 @@ class among(FunctionElement[bool]):  # noqa: N801 - reads as a SQL function
 
     def __init__(self, column: ColumnElement[Any] | InstrumentedAttribute[Any]) -> None:
         super().__init__(column, bindparam("ids", type_=_Listed()))
+
+    def self_group(self, against: OperatorType | None = None) -> among:  # type: ignore[override]
+        """Itself: it is a condition. SQLAlchemy would write ``… = 1`` for SQLite and MariaDB, which uses no index."""
+        return self
 
 
 @compiles(among, "postgresql")

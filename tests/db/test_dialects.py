@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select, text, update
+from sqlalchemy import Dialect, Engine, event, select, text, update
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import IntegrityError, StatementError
 
 from models_db.base import JsonText
@@ -122,3 +124,32 @@ def test_among_finds_exactly_what_is_named(db: Engine) -> None:
         assert conn.scalars(query, {"ids": []}).all() == []
         change = update(Job).where(among(Job.id)).values(tenant="t")
         assert conn.execute(change, {"ids": ["a", "A", "b"]}).rowcount == 2
+
+
+@pytest.mark.parametrize(
+    "dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda it: it.name
+)
+def test_among_is_a_condition_that_an_index_answers(dialect: Dialect) -> None:
+    """Compared with 1, as SQLAlchemy likes it, every row would be looked at, and locked."""
+    for statement in (
+        select(Job.id).where(among(Job.id)),
+        select(Job.id).where(among(Job.id), Job.tenant.is_(None)).with_for_update(),
+        update(Job).where(among(Job.id), Job.tenant.is_(None)).values(priority=1),
+    ):
+        assert "= 1" not in str(statement.compile(dialect=dialect)).split("WHERE")[1]
+
+
+def test_naming_few_rows_of_many_looks_at_few(db: Engine, kind: str) -> None:
+    add_jobs(db, *(f"{n:04}" for n in range(2000)))
+    explain = "EXPLAIN QUERY PLAN " if kind == "sqlite" else "EXPLAIN "
+
+    def ask(*args: Any) -> tuple[str, Any]:
+        return explain + args[2], args[3]
+
+    with db.connect() as conn:
+        conn.exec_driver_sql("ANALYZE TABLE job" if kind == "mariadb" else "ANALYZE").close()
+        event.listen(conn, "before_cursor_execute", ask, retval=True)
+        plan = str(
+            conn.execute(select(Job.id).where(among(Job.id)), {"ids": ["0007", "0008"]}).cursor.fetchall()
+        )
+    assert {"sqlite": "SEARCH job", "postgresql": "Index", "mariadb": "'range'"}[kind] in plan
