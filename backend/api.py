@@ -18,6 +18,8 @@ from typing import Annotated, Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from backend.complaints import complaint
+
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 logger = logging.getLogger(__name__)
@@ -123,19 +125,10 @@ def request_error_from(exc: ValidationError, *, prefix: str = "") -> RequestErro
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
         return cause
-    path = ".".join(str(part) for part in first["loc"])
-    name = f"{prefix}{path}"
-    if first["type"] == "extra_forbidden":
-        return RequestError(
-            "unknown field", field=name, value=first["input"], fix="Remove it or correct its spelling"
-        )
-    if first["type"] == "missing":
-        return RequestError("required field is missing", field=name, fix="Add it")
-    message = first["msg"].removeprefix("Value error, ")
-    if message.startswith("Input should be "):
-        wanted = message.removeprefix("Input should be ")
-        return RequestError(f"must be {wanted}", field=name, value=first["input"], fix=f"Use {wanted}")
-    return RequestError(message, field=name, value=first["input"], fix=f"Correct {name or 'the request'}")
+    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    wrong, fix = complaint(first)
+    value = None if first["type"] == "missing" else first["input"]
+    return RequestError(wrong, field=f"{prefix}{path}", value=value, fix=fix)
 
 
 # ------------------------------------------------------------------------------------------------------- requests

@@ -185,9 +185,8 @@ class GeneratePayload(SamplingParams):
         length = self.prompt_chars
         if length > settings.max_prompt_chars:
             raise RequestError(
-                f"is longer than max_prompt_chars ({settings.max_prompt_chars})",
+                f"the prompt has {length:,} characters, more than max_prompt_chars ({settings.max_prompt_chars})",
                 field="prompt" if self.prompt is not None else "messages",
-                value=length,
                 fix="Shorten it or raise TOKENMILL_MAX_PROMPT_CHARS",
             )
         size = self._size_beyond(settings.max_payload_bytes)

@@ -168,6 +168,39 @@ def test_a_body_that_cannot_be_read_is_the_caller_s_fault(url: str, body: bytes)
     assert refused.json()["error"]["message"].startswith("the body ")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/batches", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_what_is_not_there_is_told_in_openai_s_form(
+    url: str, method: str, path: str, status: int, code: str
+) -> None:
+    refused = httpx.request(method, f"{url}{path}")
+    assert refused.status_code == status
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert path in error["message"]
+    assert status == 404 or refused.headers["allow"]
+
+
+def test_a_key_that_was_used_for_another_request_is_named_as_the_caller_wrote_it(
+    client: openai.OpenAI,
+) -> None:
+    ask = {"model": "echo", "messages": ASK, "extra_headers": {"Idempotency-Key": "order-9"}}
+    first = client.chat.completions.create(**ask, max_tokens=2)  # type: ignore[call-overload]
+    assert client.chat.completions.create(**ask, max_tokens=2).id == first.id  # type: ignore[call-overload]
+    with pytest.raises(openai.ConflictError, match="'order-9' was used before for another") as caught:
+        client.chat.completions.create(**ask, max_tokens=3)  # type: ignore[call-overload]
+    assert "http:" not in str(caught.value)
+    assert caught.value.param == "Idempotency-Key"
+
+
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_structured_output_is_refused_in_openai_s_form(url: str, path: str, kind: str) -> None:

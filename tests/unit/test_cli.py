@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -276,7 +277,10 @@ def test_bulk_refuses_bad_input_before_it_starts(tmp_path: Path, database_url: s
     ("source", "output", "message"),
     [
         ("missing.jsonl", "out.jsonl", "missing.jsonl cannot be read"),
-        ("empty.jsonl", "out.jsonl", "holds no line"),
+        ("good.jsonl.zst", "out.jsonl", "is compressed by zstd. Unpack it"),
+        ("wide.jsonl", "out.jsonl", "is UTF-16. Re-encode it as UTF-8"),
+        ("broken.jsonl.gz", "out.jsonl", "is a broken gzip file"),
+        ("good.jsonl", "out.parquet", "would hold JSON lines under a name that says otherwise"),
         ("good.jsonl", "no/such/folder/out.jsonl", "does not exist"),
         ("good.jsonl", "good.jsonl", "would overwrite the input"),
         ("good.jsonl", ".", "is a folder"),
@@ -287,7 +291,9 @@ def test_bulk_refuses_bad_input_before_it_starts(tmp_path: Path, database_url: s
 def test_bulk_checks_its_files_first(
     source: str, output: str, message: str, tmp_path: Path, database_url: str
 ) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "good.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd...")
+    (tmp_path / "wide.jsonl").write_text("{}", encoding="utf-16")
+    (tmp_path / "broken.jsonl.gz").write_bytes(gzip.compress(bytes(range(256)) * 100)[:-20])
     (tmp_path / "good.jsonl").write_text('{"custom_id": "a", "prompt": "x"}\n')
     arguments = ["--database-url", database_url, "--broker-url", DEAD_REDIS]
     done = run("bulk", "run", source, "-o", output, *arguments)
@@ -308,3 +314,18 @@ def test_errors_of_the_configuration_are_not_usage_errors() -> None:
 
     assert exit_code_for(ConfigurationError("x")) is ExitCode.UNAVAILABLE
     assert exit_code_for(RequestError("x")) is ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "error: TENANT: must not be empty. Give at least one character\n"),
+        (["acme", "--name", ""], "error: --name: must not be empty. Give at least one character\n"),
+        (["x" * 300], "error: TENANT: has 300 characters, more than the 255 that fit. Shorten it\n"),
+    ],
+)
+def test_a_key_for_nobody_is_refused_by_the_argument_s_name(
+    arguments: list[str], message: str, database_url: str
+) -> None:
+    done = run("keys", "create", *arguments, "--database-url", database_url)
+    assert (done.exit_code, done.stderr) == (ExitCode.USAGE, message)

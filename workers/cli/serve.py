@@ -96,7 +96,9 @@ def create(
         try:
             _, key = transaction(engine, lambda conn: keys.create_key(conn, tenant=tenant, name=name))
         except InvalidValueError as error:
-            raise RequestError(str(error), field="TENANT", fix="Correct it") from None
+            option = "--name" if error.field == "name" else "TENANT"
+            fix = "Give at least one character" if not (name and tenant) else error.fix
+            raise RequestError(error.message, field=option, fix=fix) from None
     typer.echo(key)
 
 

@@ -21,7 +21,7 @@ from workers.serve import batches, files
 from workers.serve.answers import CHAT, COMPLETION, DONE, Chunks, Endpoint, sse, whole
 from workers.serve.auth import Gate
 from workers.serve.call import Call
-from workers.serve.errors import ApiError, from_end, from_exception, invalid, not_found
+from workers.serve.errors import ApiError, from_end, from_exception, not_found, refused
 from workers.serve.feeder import BatchFeeder
 from workers.serve.generation import Continuous, Generation, choice_of
 from workers.serve.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
@@ -119,7 +119,29 @@ def make_app(
             Route("/health", health, methods=["GET"]),
         ],
         lifespan=lifespan,
+        exception_handlers={404: _no_such_path, 405: _wrong_method},
     )
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    known = ApiError(
+        404,
+        f"{request.url.path[:200]}: there is no such path here. See openai-api.md for those there are",
+        kind="invalid_request_error",
+        code="unknown_url",
+    )
+    return JSONResponse(known.body(), known.status)
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    allowed = getattr(error, "headers", None) or {}
+    known = ApiError(
+        405,
+        f"{request.url.path[:200]} takes no {request.method}. Use {allowed.get('Allow', 'another method')}",
+        kind="invalid_request_error",
+        code="method_not_allowed",
+    )
+    return JSONResponse(known.body(), known.status, headers=dict(allowed))
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -133,7 +155,8 @@ async def _generate(
     prompts = len(payloads) // request.choices
     key = call.request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= _MOST_KEY:
-        raise invalid(f"Idempotency-Key: must have 1 to {_MOST_KEY} characters", param="Idempotency-Key")
+        wrong, fix = f"has {len(key)} characters", f"Use 1 to {_MOST_KEY}"
+        raise refused(wrong, param="Idempotency-Key", fix=fix)
     generation = await Generation.submit(
         call.client, payloads, tenant=call.tenant, key=key, timeout_s=call.timeout_s
     )

@@ -20,7 +20,7 @@ from models_db.session import certain, transaction
 from models_db.tables import BatchState, JobState
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.call import Call, page_size
-from workers.serve.errors import invalid, not_found
+from workers.serve.errors import from_validation, not_found, refused
 from workers.serve.files import listing
 
 _ENDPOINTS = (CHAT, COMPLETION)
@@ -87,13 +87,13 @@ async def create(call: Call) -> Response:
     try:
         request = BatchRequest.model_validate(await call.json())
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        raise invalid(f"{path or 'the body'}: {first['msg']}", param=path or None) from None
+        raise from_validation(error) from None
     if request.endpoint not in _ENDPOINTS:
-        raise invalid(f"endpoint: must be {' or '.join(_ENDPOINTS)}", param="endpoint")
+        fix = f"Use {' or '.join(_ENDPOINTS)}"
+        raise refused("is not served here", param="endpoint", value=request.endpoint, fix=fix)
     if request.completion_window != _WINDOW:
-        raise invalid(f"completion_window: must be {_WINDOW}", param="completion_window")
+        wrong = f"must be {_WINDOW}"
+        raise refused(wrong, param="completion_window", value=request.completion_window, fix=f"Use {_WINDOW}")
     tenant, batch_id = call.tenant or "", uuid7()
 
     def make(conn: Connection, replay: bool) -> bool:

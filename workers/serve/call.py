@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from models_db.session import reading
 from workers.client import AsyncClient
-from workers.serve.errors import ApiError, invalid
+from workers.serve.errors import ApiError, invalid, refused
 from workers.serve.feeder import BatchFeeder
 from workers.settings import Settings
 
@@ -49,7 +49,11 @@ class Call:
         """
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also what keeps other sites' forms out
-            raise ApiError(415, "the body must be sent as application/json", kind="invalid_request_error")
+            raise ApiError(
+                415,
+                f"the body is sent as {kind[:80] or 'nothing'}. Send it as application/json",
+                kind="invalid_request_error",
+            )
         most = 8 * self.settings.max_prompt_chars + 2**20
         body = bytearray()
         async for piece in self.request.stream():
@@ -82,6 +86,6 @@ def page_size(request: Request, *, most: int, default: int) -> int:
         ApiError: it is no number from 1 to ``most``.
     """
     text = request.query_params.get("limit", str(default))
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
-        raise invalid(f"limit: must be a number from 1 to {most}", param="limit")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= most:
+        raise refused("is out of range", param="limit", value=text, fix=f"Use a number from 1 to {most}")
     return int(text)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
+from backend.complaints import complaint
 from models_db.errors import (
     CommitUnknownError,
     DatabaseError,
@@ -59,6 +63,45 @@ class ApiError(Exception):
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that is wrong."""
     return ApiError(400, message, kind="invalid_request_error", code=code, param=param)
+
+
+def refused(wrong: str, *, param: str, value: object = None, fix: str) -> ApiError:
+    """A field of a request that is wrong: named, with what it has and what to do."""
+    return invalid(str(RequestError(wrong, field=param, value=value, fix=fix)), param=param)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Pydantic's first complaint about a body."""
+    first = _furthest(error.errors(include_url=False))
+    path = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    if first["type"] == "value_error":  # ours, which may name a field within
+        message = first["msg"].removeprefix("Value error, ")
+        name, colon, _ = message.partition(": ")
+        inner = name if colon and name.isidentifier() else ""
+        between = "." if inner else ": "
+        return invalid(
+            f"{path}{between}{message}" if path else message,
+            param=".".join(filter(None, (path, inner))) or None,
+        )
+    wrong, fix = complaint(first)
+    value = None if first["type"] == "missing" else first["input"]
+    return invalid(
+        str(RequestError(wrong, field=path or "the body", value=value, fix=fix)), param=path or None
+    )
+
+
+def _furthest(found: list[ErrorDetails]) -> ErrorDetails:
+    """The first complaint. Where a value may be of several types, the one whose type it came closest to."""
+    loc = found[0]["loc"]
+    place = loc[: next((index for index, part in enumerate(loc) if _is_branch(part)), len(loc))]
+    return max(
+        (each for each in found if each["loc"][: len(place)] == place), key=lambda each: len(each["loc"])
+    )
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a part of pydantic's path is one of several types that were tried, and no field."""
+    return part == "str" or (isinstance(part, str) and "[" in part)
 
 
 def not_found(what: str, name: str) -> ApiError:

@@ -14,7 +14,7 @@ from models_db import files
 from models_db.files import FileRecord
 from models_db.session import transaction
 from workers.serve.call import Call, page_size
-from workers.serve.errors import ApiError, invalid, not_found
+from workers.serve.errors import ApiError, not_found, refused
 
 PURPOSES = ("batch",)
 
@@ -40,9 +40,13 @@ async def upload(call: Call) -> Response:
     async with call.request.form(max_files=1, max_fields=10) as form:
         purpose, file = form.get("purpose"), form.get("file")
         if purpose not in PURPOSES:
-            raise invalid(f"purpose: must be {' or '.join(PURPOSES)}", param="purpose")
+            wrong, fix = (
+                "is missing" if purpose is None else "is not served here",
+                f"Use {' or '.join(PURPOSES)}",
+            )
+            raise refused(wrong, param="purpose", value=purpose, fix=fix)
         if not isinstance(file, UploadFile):
-            raise invalid("file: is missing. Send it as a file of the form", param="file")
+            raise refused("is missing", param="file", fix="Send it as a file of the form")
         if file.size is not None and file.size > most:
             raise too_large(most)
         store = partial(

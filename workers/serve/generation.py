@@ -8,8 +8,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from models_db.errors import DatabaseError
-from workers.client import AsyncClient, StreamEnd, StreamEvent, StreamTimeoutError
+from workers.client import (
+    AsyncClient,
+    DatabaseError,
+    IdempotencyConflictError,
+    StreamEnd,
+    StreamEvent,
+    StreamTimeoutError,
+)
 from workers.client.aio import AsyncJobHandle
 from workers.serve.answers import Choice
 from workers.serve.errors import ApiError, from_end
@@ -82,7 +88,18 @@ class Generation:
             if key is not None:
                 extra["idempotency_key"] = _job_key(tenant, key, index)
             requests.append(payload | extra)
-        return cls(client, await client.submit_many(requests), timeout_s, cancels=key is None)
+        try:
+            jobs = await client.submit_many(requests)
+        except IdempotencyConflictError:
+            raise ApiError(  # its own words name the digest that the key is kept as
+                409,
+                f"Idempotency-Key: {key!r} was used before for another request. Send that one again, or choose "
+                "a new key",
+                kind="invalid_request_error",
+                code="idempotency_conflict",
+                param="Idempotency-Key",
+            ) from None
+        return cls(client, jobs, timeout_s, cancels=key is None)
 
     async def __aenter__(self) -> Generation:
         return self

@@ -7,12 +7,13 @@ provider keeps books are accepted and have no effect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from backend.api import MAX_LOGPROBS, MAX_SEED, RequestError
-from workers.serve.errors import ApiError, invalid
+from workers.serve.errors import ApiError, from_validation, invalid, refused
 
 R = TypeVar("R", bound="_Request")
 
@@ -87,8 +88,19 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    type: Literal["text"]
+    type: str
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, Mapping) else None
+        if isinstance(kind, str) and kind != "text":
+            shown = RequestError(
+                "the models here read text alone", field="type", value=kind, fix="Leave the part out"
+            )
+            raise ValueError(str(shown))
+        return data
 
 
 class Message(BaseModel):
@@ -138,7 +150,8 @@ class _Request(_Loose):
     @classmethod
     def _known_tier(cls, value: str | None) -> str | None:
         if value is not None and value not in _PRIORITIES:
-            raise ValueError(f"must be one of {', '.join(_PRIORITIES)}")
+            known = ", ".join(_PRIORITIES)
+            raise ValueError(f"is not known (got {value[:80]!r}). Use one of {known}, or leave it out")
         return value
 
     @model_validator(mode="after")
@@ -254,11 +267,14 @@ def parse_completion(data: object) -> CompletionRequest:
     """As ``parse_chat``; more prompts than ``MAX_CHOICES`` answers are refused."""
     request = _parse(CompletionRequest, data)
     if not request.prompt:
-        raise invalid("prompt: must not be empty", param="prompt")
+        raise refused(
+            "must not be empty", param="prompt", value=request.prompt, fix="Give at least one token of input"
+        )
     if len(request.payloads()) > MAX_CHOICES:
-        raise invalid(
-            f"prompt: at most {MAX_CHOICES} answers a request. Send them as a batch or one by one",
+        raise refused(
+            f"asks for {len(request.payloads())} answers, and a request may have {MAX_CHOICES}",
             param="prompt",
+            fix="Send them as a batch or one by one",
         )
     return request
 
@@ -287,7 +303,7 @@ def _parse(kind: type[R], data: object) -> R:
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
-        raise _from_validation(error) from None
+        raise from_validation(error) from None
     for name, value in (request.model_extra or {}).items():
         if name in _BOOKKEEPING or any(value == nothing for nothing in _NOTHING.get(name, ())):
             continue
@@ -295,17 +311,3 @@ def _parse(kind: type[R], data: object) -> R:
         fix = _INSTEAD.get(name, "Leave it out")
         raise _unsupported(name, value, known, fix)
     return request
-
-
-def _from_validation(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(
-        str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "str", "constr"))
-    )
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":  # ours, which may name a field within
-        name, colon, _ = message.partition(": ")
-        inner = name if colon and name.isidentifier() else ""
-        whole = ".".join(filter(None, (path, inner)))
-        return invalid(f"{path}.{message}" if path and inner else message, param=whole or None)
-    return invalid(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
