@@ -12,7 +12,7 @@ import pytest
 
 from models_db import api_batches, batches, files
 from models_db.session import reading, transaction
-from models_db.tables import BatchState
+from models_db.tables import BatchState, JobState
 from tests.fleet.fleet import Fleet, RedisServer, wait_until
 from tests.fleet.test_serve_batches import line
 from workers.client import Client
@@ -129,10 +129,59 @@ def test_a_feeder_forgets_batches_that_are_done_with(fleet: Fleet) -> None:
         other.look()
         assert (set(mine._limited), set(other._seen)) == ({batch_id}, {batch_id})
         cancel(client, batch_id)
-        mine.look()  # writes its files
+
+        def forgotten() -> bool:
+            mine.look()  # writes its files, once the thread beside has seen that it is over
+            return not mine._limited
+
+        wait_until(forgotten, 30, "the batch to be forgotten")
         mine.look()
         other.look()
         assert (mine._limited, mine._seen, other._limited, other._seen) == ({}, {}, {}, {})
+        assert mine._next_beats.keys() <= {batch_id}
+        mine.stop()
+
+
+def test_a_limited_tenants_batch_goes_on_as_soon_as_its_jobs_end(fleet: Fleet) -> None:
+    """Thirty jobs of which three may be open; each look for room would take seconds if it began from the start."""
+    limited = fleet.settings.model_copy(update={"tenant_max_open_jobs": 3})
+    with Client(limited) as client:
+        batch_id = api_batch(client, 30, model="echo", tenant="brisk")
+        feeder = BatchFeeder(client)
+        feeder.start()
+        try:
+            wait_until(lambda: output_of(client, batch_id, "brisk"), 25, "the batch to end")
+        finally:
+            feeder.stop()
+        with reading(client.engine()) as conn:
+            progress = batches.batch_progress(conn, batch_id)
+    assert progress is not None
+    assert progress.counts[JobState.SUCCEEDED] == 30
+
+
+def test_many_limited_batches_share_a_few_threads_and_all_live(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.serve.feeder._MOST_LIMITED", 2)
+    limited = fleet.settings.model_copy(update={"tenant_max_open_jobs": 1})
+    with Client(limited) as client:
+        made = [api_batch(client, 3, model="echo", tenant=f"tenant-{n}") for n in range(5)]
+        feeder = BatchFeeder(client)
+        feeder.start()
+        try:
+            wait_until(
+                lambda: all(output_of(client, each, f"tenant-{n}") for n, each in enumerate(made)),
+                60,
+                "all batches to end",
+            )
+        finally:
+            feeder.stop()
+
+
+def output_of(client: Client, batch_id: str, tenant: str) -> str | None:
+    with client.engine().connect() as conn:
+        found = api_batches.find_api_batch(conn, batch_id, tenant)
+    return None if found is None else found[0].output_file_id
 
 
 def test_another_server_takes_a_batch_over_and_feeds_nothing_twice(fleet: Fleet) -> None:
@@ -149,7 +198,7 @@ def test_another_server_takes_a_batch_over_and_feeds_nothing_twice(fleet: Fleet)
         def die(batch_id: str, seconds: float) -> None:
             raise DiedError
 
-        first._next_beat = float("inf")  # so that it comes as far as its first chunk
+        first._next_beats[batch_id] = float("inf")  # so that it comes as far as its first chunk
         first._between_chunks = die  # type: ignore[method-assign]
         with pytest.raises(DiedError):
             first.look()

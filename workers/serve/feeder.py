@@ -3,6 +3,9 @@
 Any number of servers may run. Each batch is fed by one of them, which moves a counter in the batch's row; another
 takes the batch over when the counter has not moved for some seconds on its own clock. Whatever is killed, nothing is
 fed twice: lines that are in are passed over, and a line's id is unique in its batch.
+
+A batch whose tenant has as much open as it may goes on in a thread of its own, with its file open, as its jobs end; the
+others do not wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ T = TypeVar("T")
 
 _LOOK_S = 1.0
 _DEAD_AFTER_S = 15.0
-_LIMITED_S = 5.0  # until a tenant with too much open is asked again
+_MOST_LIMITED = (
+    8  # batches of tenants with too much open that are fed at once, each in a thread and with a file
+)
 _SPOOLED_BYTES = 32 * 2**20  # of a file that is read or written, in memory; the rest is on disk
 
 
@@ -55,7 +60,7 @@ class BatchFeeder:
     """See the module.
 
     Args:
-        client: with a database; used by this thread alone.
+        client: with a database; used by this and its helpers alone.
     """
 
     def __init__(self, client: Client, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,8 +68,8 @@ class BatchFeeder:
         self._clock = clock
         self._id = str(uuid.uuid4())
         self._seen: dict[str, tuple[int, float]] = {}  # other servers' counters, and since when they stand
-        self._next_beat = 0.0
-        self._limited: dict[str, float] = {}  # batches whose tenant has too much open, and when to go on
+        self._next_beats: dict[str, float] = {}  # by batch; each is beaten for by one thread at a time
+        self._limited: dict[str, threading.Thread | None] = {}  # batches whose tenant has too much open
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tokenmill-feeder", daemon=True)
@@ -81,8 +86,9 @@ class BatchFeeder:
         """End after the present chunk; another server, or the next one, goes on from there."""
         self._stop.set()
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        for thread in (self._thread, *filter(None, self._limited.values())):
+            if thread.is_alive():
+                thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -100,7 +106,11 @@ class BatchFeeder:
         with reading(self._client.engine()) as conn:
             found = api_batches.open_api_batches(conn)
         open_now = {record.batch_id for record in found}
-        for kept in (self._seen, self._limited):  # of batches that are done with, nothing needs to be known
+        for kept in (
+            self._seen,
+            self._limited,
+            self._next_beats,
+        ):  # of batches that are done with, nothing needs to be known
             for batch_id in kept.keys() - open_now:
                 kept.pop(batch_id)
         for record in found:
@@ -108,7 +118,6 @@ class BatchFeeder:
                 return
             if not self._is_mine(record):
                 continue
-            began = self._clock()
             try:
                 self._advance(record)
             except _StoppedError:
@@ -116,16 +125,31 @@ class BatchFeeder:
             except _LostError:
                 log.warning("batch %s is fed by another server now", record.batch_id)
             except TenantLimitError as error:
-                self._put_off(record.batch_id, began, error)
+                log.info("batch %s waits: %s", record.batch_id, error)
+                self._limited[record.batch_id] = None
+                self._feed_beside(record)
             except DuplicateCustomIdError:
                 log.info("batch %s: another server has fed these lines", record.batch_id)
 
-    def _put_off(self, batch_id: str, began: float, error: TenantLimitError) -> None:
-        """Go on later; the dearer it was to get here, the later. Other tenants' batches do not wait for it."""
-        if batch_id not in self._limited:
-            log.info("batch %s waits: %s", batch_id, error)
-        now = self._clock()
-        self._limited[batch_id] = now + max(_LIMITED_S, 10 * (now - began))
+    def _feed_beside(self, record: ApiBatchRecord) -> None:
+        """Feed a limited batch in a thread of its own, as its tenant has room; later, where there are too many."""
+        if sum(thread is not None for thread in self._limited.values()) >= _MOST_LIMITED:
+            return
+        name = f"tokenmill-feeder-{record.batch_id[:8]}"
+        thread = threading.Thread(target=self._feed_patiently, args=[record], name=name, daemon=True)
+        self._limited[record.batch_id] = thread
+        thread.start()
+
+    def _feed_patiently(self, record: ApiBatchRecord) -> None:
+        try:
+            self._feed(record, waiting=lambda error: None)
+        except (_StoppedError, _LostError, DuplicateCustomIdError):
+            pass  # the feeder sees it, too
+        except (DatabaseError, TokenmillError) as error:
+            log.warning("batch %s waits: %s", record.batch_id, error)
+        except Exception:
+            log.exception("feeding batch %s met a fault; it is tried again", record.batch_id)
+        self.wake()
 
     def _is_mine(self, record: ApiBatchRecord) -> bool:
         if record.feeder == self._id:
@@ -148,12 +172,17 @@ class BatchFeeder:
     def _advance(self, record: ApiBatchRecord) -> None:
         with reading(self._client.engine()) as conn:
             state, unended = batches.open_jobs(conn, record.batch_id, 1)
+        beside = self._limited.get(record.batch_id)
+        if beside is not None:
+            if beside.is_alive():
+                return  # it shows by itself that it lives
+            del self._limited[record.batch_id]
         if state is BatchState.VALIDATING:
-            if self._clock() < self._limited.get(record.batch_id, 0.0):
+            if record.batch_id in self._limited:
                 self._beat(record.batch_id)
+                self._feed_beside(record)
                 return
             self._feed(record)
-            self._limited.pop(record.batch_id, None)
         elif unended and not state.terminal:
             self._beat(record.batch_id)
             return
@@ -171,7 +200,7 @@ class BatchFeeder:
 
     def _live(self, batch_id: str) -> None:
         """Beat when it is time to, and end when the server does; cheap enough for every line of a file."""
-        if self._clock() >= self._next_beat:
+        if self._clock() >= self._next_beats.get(batch_id, 0.0):
             self._between_chunks(batch_id, 0.0)
 
     def _living(self, batch_id: str, items: Iterable[T]) -> Iterator[T]:
@@ -182,7 +211,17 @@ class BatchFeeder:
 
     # -------------------------------------------------------------------------------------------------- feeding
 
-    def _feed(self, record: ApiBatchRecord) -> None:
+    def _feed(
+        self, record: ApiBatchRecord, waiting: Callable[[TenantLimitError], None] | None = None
+    ) -> None:
+        """Make jobs of a batch's file.
+
+        Args:
+            waiting: told when the tenant has too much open, which is waited for then.
+
+        Raises:
+            TenantLimitError: it has, and nobody waits.
+        """
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as file:
             with reading(self._client.engine()) as conn:
                 pieces = files.read_file(conn, record.input_file_id)
@@ -198,15 +237,16 @@ class BatchFeeder:
                 )
                 transaction(self._client.engine(), fail)
                 return
-            runner = BulkRunner(self._client, sleep=partial(self._between_chunks, record.batch_id))
-            ours = record.batch_id in self._limited  # what is in we have published
+            pause = partial(self._between_chunks, record.batch_id)
+            runner = BulkRunner(self._client, sleep=pause, waiting=waiting)
+            ours = waiting is not None  # what is in we have published
             runner.feed(record.batch_id, source, file, bounded=False, doubtful=not ours)
 
     def _between_chunks(self, batch_id: str, seconds: float) -> None:
         if self._stop.wait(seconds):
             raise _StoppedError
-        if self._clock() >= self._next_beat:
-            self._next_beat = self._clock() + _LOOK_S
+        if self._clock() >= self._next_beats.get(batch_id, 0.0):
+            self._next_beats[batch_id] = self._clock() + _LOOK_S
             self._beat(batch_id)
 
     def _checked(self, record: ApiBatchRecord, file: IO[bytes]) -> BulkSource:
