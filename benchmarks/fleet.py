@@ -10,7 +10,8 @@ PostgreSQL. All jobs are queued before a worker starts; the rate is that between
 the CPU time is the worker's own between two looks, so that neither start nor publisher counts.
 
 Then, with many bulk jobs submitted through the client and queued: the rate of that submission beside what the
-database alone takes, the worker's memory while it works through them, and how soon an urgent job starts meanwhile.
+database alone takes, the worker's memory while it works through all of them (100,000 take about two minutes), and how
+soon an urgent job starts meanwhile. ``--seconds`` ends it earlier.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog and runs away"
 MAX_TOKENS = 32
 TIMEOUT_S = 600.0
 LOOK_S = 0.25
+STILL_S = 60.0
 _CHUNK = 500
 
 
@@ -69,9 +71,16 @@ class Load:
     queued: int
     submitted_per_s: float
     database_per_s: float  # the same rows, inserted by nobody else and published nowhere
-    done: int
-    rss_mib: list[float]  # each second
+    seconds: float  # from the first end to the last look
+    memory: list[
+        tuple[int, float]
+    ]  # bulk jobs done, and MiB of the worker's largest process then; each second
     urgent_s: list[float]  # from submission to start
+
+    @property
+    def done(self) -> int:
+        """Bulk jobs that had ended at the last look."""
+        return self.memory[-1][0]
 
 
 # ------------------------------------------------------------------------------------------------------ systems
@@ -125,7 +134,9 @@ def celery_threads(
         "-c",
         str(threads),
     ]
-    worker = _start([*command, "--without-gossip", "--loglevel", "warning"], variables, folder / "celery.log")
+    worker = start_process(
+        [*command, "--without-gossip", "--loglevel", "warning"], variables, folder / "celery.log"
+    )
     if database_url is None:
         with redis.Redis.from_url(broker_url) as store:
             return _measure(worker, jobs, lambda: _done_in_redis(store, jobs))
@@ -137,9 +148,12 @@ def celery_threads(
 
 
 def under_load(
-    queued: int, seconds: float, folder: Path, broker_url: str, database_url: str, slots: int
+    queued: int, seconds: float | None, folder: Path, broker_url: str, database_url: str, slots: int
 ) -> Load:
-    """Queue many bulk jobs, let a worker work through them for a while, and submit an urgent one each second."""
+    """Queue many bulk jobs, let a worker work through them, and submit an urgent one each second.
+
+    Until all are done, or for so many seconds.
+    """
     settings = _settings(broker_url, database_url, slots)
     migrate.upgrade(database_url)
     with Client(settings) as client:
@@ -154,24 +168,29 @@ def under_load(
             with engine.connect() as connection:
                 return connection.scalar(ended) or 0
 
-        rss: list[float] = []
+        memory: list[tuple[int, float]] = []
         urgent: list[str] = []
         with _worker(settings, folder) as worker:
             _wait(lambda: count() > 0, worker, "the first job to end")
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
+            began = moved = looked = time.monotonic()
+            while not memory or (memory[-1][0] < queued and (seconds is None or looked - began < seconds)):
                 urgent.append(client.submit(PROMPT, max_tokens=MAX_TOKENS, priority=0).id)
                 time.sleep(1.0)
-                rss.append(_rss_mib(worker.pid))
+                worker.check()
+                done, looked = count(), time.monotonic()
+                if not memory or done > memory[-1][0]:
+                    moved = looked
+                elif looked - moved > STILL_S:
+                    raise RuntimeError(f"no job has ended for {STILL_S:g} s; {done:,} of {queued:,} are done")
+                memory.append((done, _rss_mib(worker.pid)))
             for job_id in urgent:
                 client.wait(job_id, timeout_s=60)
-            done = count()
         waits = []
         for job_id in urgent:
             status = client.status(job_id)
             assert status.started_at is not None
             waits.append((status.started_at - status.created_at).total_seconds())
-    return Load(queued, submitted, alone, done, rss, waits)
+    return Load(queued, submitted, alone, looked - began, memory, waits)
 
 
 def _settings(broker_url: str, database_url: str, slots: int) -> Settings:
@@ -329,10 +348,11 @@ def _worker(settings: Settings, folder: Path) -> WorkerProcess:
         "TOKENMILL_ENGINE__MAX_NUM_SEQS": str(slots),
         "TOKENMILL_ENGINE__MAX_NUM_BATCHED_TOKENS": str(settings.engine.max_num_batched_tokens),
     }
-    return _start(["-m", "workers.cli", "worker", "--once"], variables, folder / "tokenmill.log")
+    return start_process(["-m", "workers.cli", "worker", "--once"], variables, folder / "tokenmill.log")
 
 
-def _start(arguments: list[str], variables: dict[str, str], log: Path) -> WorkerProcess:
+def start_process(arguments: list[str], variables: dict[str, str], log: Path) -> WorkerProcess:
+    """Start Python with these arguments and more variables; the context that it is stops it."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -399,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--queued", type=int, default=100_000, help="bulk jobs queued for the load; 0 skips it"
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the load lasts")
+    parser.add_argument("--seconds", type=float, help="how long the load lasts; until all are done")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
@@ -461,16 +481,24 @@ def _rates_table(title: str, runs: dict[str, list[Rate]]) -> Table:
     return shown
 
 
+def course(memory: list[tuple[int, float]], points: int = 10) -> list[tuple[int, float]]:
+    """The first look, and the first after each further tenth of what was done: whether growth goes on or ends."""
+    last = memory[-1][0]
+    marks = [last * number / points for number in range(points + 1)]
+    picked = [next(look for look in memory if look[0] >= mark) for mark in marks]
+    return list(dict.fromkeys(picked))
+
+
 def _load_table(load: Load) -> Table:
     shown = Table(title=f"{load.queued:,} bulk jobs queued")
     for column in ("what", "measured"):
         shown.add_column(column)
-    settled = load.rss_mib[len(load.rss_mib) // 5 :] or [0.0]
     shown.add_row("submitted by the client, committed and published", f"{load.submitted_per_s:,.0f} jobs/s")
     shown.add_row("the same rows into the database alone", f"{load.database_per_s:,.0f} rows/s")
-    shown.add_row("done by the worker meanwhile", f"{load.done:,} jobs in {len(load.rss_mib)} s")
-    shown.add_row("worker's memory, after a fifth of the time", f"{settled[0]:.0f} MiB")
-    shown.add_row("worker's memory, at the end", f"{settled[-1]:.0f} MiB (most {max(settled):.0f})")
+    shown.add_row("done by the worker meanwhile", f"{load.done:,} jobs in {load.seconds:.0f} s")
+    for done, mib in course(load.memory):
+        shown.add_row(f"worker's memory after {done:,} jobs", f"{mib:.0f} MiB")
+    shown.add_row("worker's memory, the most", f"{max(mib for _, mib in load.memory):.0f} MiB")
     shown.add_row(
         f"start of an urgent job, {len(load.urgent_s)} of them",
         f"{statistics.median(load.urgent_s):.2f} s (longest {max(load.urgent_s):.2f})",

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from backend.api import ConfigurationError
-from benchmarks import compare, fleet, report, step_cpu
+from benchmarks import compare, fleet, report, step_cpu, streaming
 from benchmarks.compare import Measured, measure, table
 from benchmarks.systems import System, Tokens
 from benchmarks.workload import PROMPTS, Work, mixed, uniform
@@ -129,6 +129,27 @@ def test_results_name_versions_and_command(tmp_path: Path) -> None:
     assert kept["answer"] == 42
     assert {"cpu", "cores", "python", "torch", "transformers"} <= kept["environment"].keys()
     assert "$ python -m benchmarks.some" in text.read_text(encoding="utf-8")
+
+
+def test_the_course_of_memory_is_told_at_the_beginning_and_each_tenth() -> None:
+    memory = [(done, 100.0 + done / 100) for done in range(5, 1001, 7)]
+    shown = fleet.course(memory)
+    assert len(shown) == 11
+    assert (shown[0], shown[-1]) == (memory[0], memory[-1])
+    assert all(abs(done - 100 * number) < 10 for number, (done, _) in enumerate(shown))
+    assert fleet.course([(3, 1.0), (3, 2.0)]) == [(3, 1.0)]
+
+
+def test_delays_are_told_by_nearest_rank() -> None:
+    one = streaming.Delays.of([0.001 * number for number in range(1, 201)])
+    assert (one.chunks, round(one.median_ms, 3), round(one.p99_ms), round(one.worst_ms)) == (
+        200,
+        100.5,
+        199,
+        200,
+    )
+    with pytest.raises(RuntimeError, match="Raise --seconds"):
+        streaming.Delays.of([])
 
 
 def test_the_step_benchmark_sees_each_request_to_its_end() -> None:
