@@ -197,7 +197,7 @@ class among(FunctionElement[bool]):  # noqa: N801 - reads as a SQL function
     def __init__(self, column: ColumnElement[Any] | InstrumentedAttribute[Any]) -> None:
         super().__init__(column, bindparam("ids", type_=_Listed()))
 
-    def self_group(self, against: OperatorType | None = None) -> among:  # type: ignore[override]
+    def self_group(self, against: OperatorType | None = None) -> among:
         """Itself: it is a condition. SQLAlchemy would write ``… = 1`` for SQLite and MariaDB, which uses no index."""
         return self
 

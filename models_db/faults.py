@@ -62,12 +62,13 @@ def classify(error: BaseException) -> Fault:
     if isinstance(original, sqlite3.Error):
         code = getattr(original, "sqlite_errorcode", 0) & 0xFF  # the primary code of an extended one
         return _pick(code in _SQLITE_AWAY, code in _SQLITE_TRANSIENT)
-    state = getattr(original, "sqlstate", None)
-    if isinstance(state, str):
-        return _pick(state.startswith(_PG_AWAY), state.startswith(_PG_TRANSIENT))
+    # The number first: MariaDB's driver may give a state besides, which is HY000 for most of them.
     number = original.args[0] if original is not None and original.args else None
     if isinstance(number, int):
         return _pick(number in _MARIADB_AWAY, number in _MARIADB_TRANSIENT)
+    state = getattr(original, "sqlstate", None)
+    if isinstance(state, str):
+        return _pick(state.startswith(_PG_AWAY), state.startswith(_PG_TRANSIENT))
     # A driver that cannot even name the error has lost its connection.
     return _pick(isinstance(error, (OperationalError, InterfaceError)), False)
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,13 +39,20 @@ _DRIVERS = {
 
 
 def make_engine(
-    url: str, *, echo: bool = False, pool_size: int = 5, idle_in_transaction_s: float | None = None
+    url: str,
+    *,
+    echo: bool = False,
+    pool_size: int = 5,
+    idle_in_transaction_s: float | None = None,
+    lock_wait_s: float | None = None,
 ) -> Engine:
     """An engine with the settings that Tokenmill relies on. Nothing is connected yet.
 
     Args:
         idle_in_transaction_s: PostgreSQL and MariaDB end a transaction, with its locks, in which they have heard
             nothing for so long. A process that is frozen, or whose host has vanished, holds nobody up for longer.
+        lock_wait_s: PostgreSQL and MariaDB let a statement wait for a lock for so long (MariaDB in whole seconds);
+            it is to be run again then. Unset, PostgreSQL waits for ever and MariaDB 15 s, as SQLite always does.
 
     Raises:
         DatabaseUrlError: the URL is unreadable, its database unsupported or the driver not installed.
@@ -93,10 +101,11 @@ def make_engine(
     event.listen(engine, "handle_error", _name_the_unavailable)
     if engine.dialect.name == "postgresql":
         event.listen(engine, "connect", _notice_pooler)
-    if idle_in_transaction_s is not None:
-        event.listen(engine, "connect", _limit_idle(engine, idle_in_transaction_s))
+    limits = _Limits(idle_in_transaction_s, lock_wait_s)
+    if limits != _Limits(None, None) and engine.dialect.name != "sqlite":
+        event.listen(engine, "connect", limits.of_session(engine))
         if engine.dialect.name == "postgresql":
-            event.listen(engine, "begin", _limit_idle_transaction(idle_in_transaction_s))
+            event.listen(engine, "begin", limits.of_transaction)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -260,34 +269,55 @@ def _notice_pooler(connection: Any, record: Any) -> None:
         connection.prepare_threshold = None
 
 
-def _limit_idle_transaction(seconds: float) -> Callable[[Connection], None]:
-    def configure(conn: Connection) -> None:
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How long the server lets a connection wait in a transaction: for its next statement, and for a lock."""
+
+    idle_s: float | None
+    lock_s: float | None
+
+    def of_transaction(self, conn: Connection) -> None:
+        """Set them for this transaction, where a pooler may give the session to somebody else afterwards."""
         if conn.info.get(_POOLED):
-            conn.exec_driver_sql(_pg_idle_limit("SET LOCAL", seconds))
+            conn.exec_driver_sql(self._postgres(local=True))
 
-    return configure
+    def of_session(self, engine: Engine) -> Callable[[Any, Any], None]:
+        """Sets them for a new connection."""
 
+        def configure(connection: Any, record: Any) -> None:
+            if record.info.get(_POOLED):
+                return  # they would be the next client's, too; each transaction has them from its start instead
+            if engine.dialect.name == "postgresql":
+                # Not as options of the connection, which poolers between us and the server refuse.
+                statement = self._postgres(local=False)
+            else:
+                statement = self._mysql(is_mariadb=getattr(engine.dialect, "is_mariadb", False))
+            if statement:
+                with connection.cursor() as cursor:
+                    cursor.execute(statement)
+                connection.commit()  # a rollback would undo it
 
-def _pg_idle_limit(how: str, seconds: float) -> str:
-    return f"{how} idle_in_transaction_session_timeout = {math.ceil(seconds * 1000)}"
+        return configure
 
+    def _postgres(self, *, local: bool) -> str:
+        limits = {"idle_in_transaction_session_timeout": self.idle_s, "lock_timeout": self.lock_s}
+        calls = [
+            f"set_config('{name}', '{math.ceil(seconds * 1000)}', {str(local).lower()})"
+            for name, seconds in limits.items()
+            if seconds is not None
+        ]
+        return f"SELECT {', '.join(calls)}"
 
-def _limit_idle(engine: Engine, seconds: float) -> Callable[[Any, Any], None]:
-    def configure(connection: Any, record: Any) -> None:
-        if record.info.get(_POOLED):
-            return  # it would be the next client's, too; each transaction has it from its start instead
-        if engine.dialect.name == "postgresql":
-            # Not as an option of the connection, which poolers between us and the server refuse.
-            statement = _pg_idle_limit("SET", seconds)
-        elif getattr(engine.dialect, "is_mariadb", False):
-            statement = f"SET SESSION idle_transaction_timeout = {math.ceil(seconds)}"
-        else:
-            return
-        with connection.cursor() as cursor:
-            cursor.execute(statement)
-        connection.commit()  # a rollback would undo it
-
-    return configure
+    def _mysql(self, *, is_mariadb: bool) -> str:
+        values = []
+        if self.idle_s is not None and is_mariadb:
+            values.append(f"idle_transaction_timeout = {math.ceil(self.idle_s)}")
+        if self.lock_s is not None:  # of rows, and of tables that a migration changes
+            values += [
+                f"{name} = {math.ceil(self.lock_s)}"
+                for name in ("innodb_lock_wait_timeout", "lock_wait_timeout")
+            ]
+        return f"SET SESSION {', '.join(values)}" if values else ""
 
 
 def _begin_sqlite(conn: Connection) -> None:

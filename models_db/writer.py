@@ -43,6 +43,7 @@ GATHER_STEP_S = 0.003  # a batch is complete when nothing more has come for so l
 LONGEST_GATHER_S = 0.03
 MAX_BREAKS = 5  # times that a large batch may break a connection that works before it is held to be the cause
 LARGE_BYTES = 1_000_000
+LOSSES_TOGETHER = 3  # times that a batch may lose a race for locks before it is taken apart
 
 
 class _Kind(Enum):
@@ -60,12 +61,21 @@ class _Op:
     payload: Any
     future: Future[Any] = field(default_factory=Future)
 
+    def __str__(self) -> str:
+        item = getattr(self.payload, "job", self.payload)
+        job_id = getattr(item, "id", None) or getattr(item, "job_id", None)
+        return f"A {self.kind.value}" + (f" of job {job_id}" if job_id else "")
+
     def settle(self, value: Any) -> None:
         with suppress(InvalidStateError):
             if isinstance(value, _Failure):
                 self.future.set_exception(value.error)
             else:
                 self.future.set_result(value)
+
+    def suspicious(self) -> bool:
+        """Whether it may break a connection."""
+        return self.kind is _Kind.CALL or self.size() >= LARGE_BYTES
 
     def size(self) -> int:
         """Roughly the bytes that it sends."""
@@ -89,14 +99,33 @@ class _Batch:
     now: datetime | None = None  # of its first try; stays the same, so that a replay recognises its own rows
     replay: bool = False  # a commit may have gone through although its answer got lost
     breaks: int = 0
+    losses: int = 0  # of races for locks
+    due: float = 0.0  # when it may be tried again, on the writer's clock
+
+    def part(self, ops: list[_Op]) -> _Batch:
+        """Some of its operations, to be run by themselves."""
+        return _Batch(ops, self.now, self.replay, losses=self.losses)
+
+    def parts(self) -> list[_Batch]:
+        """Smaller batches, in which what is to blame will be found: the heartbeats, which are not, come first."""
+        beats = [op for op in self.ops if op.kind is _Kind.HEARTBEAT]
+        if self.breaks >= MAX_BREAKS:
+            suspects = [op for op in self.ops if op.suspicious()]
+            pieces = [beats, [op for op in self.ops if op not in suspects and op not in beats]]
+            pieces += [[op] for op in suspects]
+        elif beats:
+            pieces = [beats, [op for op in self.ops if op not in beats]]
+        else:
+            half = len(self.ops) // 2
+            pieces = [self.ops[:half], self.ops[half:]]
+        return [self.part(piece) for piece in pieces if piece]
 
     def to_blame(self) -> bool:
         """Whether it may be what breaks the connection, as a row larger than the server's largest packet does.
 
         Connections are also cut again and again by others, and no job may end for that.
         """
-        suspicious = any(op.kind is _Kind.CALL or op.size() >= LARGE_BYTES for op in self.ops)
-        return suspicious and self.breaks >= MAX_BREAKS
+        return self.breaks >= MAX_BREAKS and any(op.suspicious() for op in self.ops)
 
 
 class DatabaseThread:
@@ -104,8 +133,9 @@ class DatabaseThread:
 
     Every method returns a ``Future`` at once; its callbacks run on this thread and must be quick. Operations that
     wait together have no order among each other: wait for the future of one that another depends on. An operation
-    that the database refuses fails alone, with its own error. While the database is away everything waits, and
-    nothing is lost; ``healthy`` and ``on_health`` tell.
+    that the database refuses fails alone, with its own error. One that waits for a lock of somebody else's is tried
+    again for as long as that takes, and others go on meanwhile, heartbeats first. While the database is away everything
+    waits, and nothing is lost; ``healthy`` and ``on_health`` tell.
 
     Args:
         engine: from ``models_db.session.make_engine``; one of its connections stays in use.
@@ -152,6 +182,7 @@ class DatabaseThread:
         self._urgent: deque[_Op] = deque()
         self._waiting: deque[_Op] = deque()
         self._alone: deque[_Batch] = deque()  # what shared a batch with an operation that failed
+        self._locked: list[_Batch] = []  # what lost a race for locks, until it is due again
         self._in_flight = 0
         self._stopping = False
         self._left_behind = False
@@ -200,7 +231,8 @@ class DatabaseThread:
     def pending(self) -> int:
         """Operations not yet settled."""
         with self._changed:
-            return len(self._urgent) + len(self._waiting) + len(self._alone) + self._in_flight
+            apart = sum(len(batch.ops) for batch in (*self._alone, *self._locked))
+            return len(self._urgent) + len(self._waiting) + apart + self._in_flight
 
     def stop(self, drain: bool = True, timeout_s: float | None = None) -> bool:
         """Stop, and wait for the thread to end.
@@ -269,14 +301,29 @@ class DatabaseThread:
     def _next_batch(self) -> _Batch | None:
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._urgent or self._waiting or self._alone or self._stopping)
-                if self._given_up.is_set() or not (self._urgent or self._waiting or self._alone):
+                self._wait_for_work()
+                if self._given_up.is_set():
+                    return None
+                if not (self._urgent or self._waiting or self._alone):
+                    if self._locked:
+                        continue
                     return None
                 one_alone = self._alone and not self._urgent
                 batch = self._alone.popleft() if one_alone else _Batch(self._take())
                 self._in_flight = len(batch.ops)
                 if batch.ops:
                     return batch
+
+    def _wait_for_work(self) -> None:
+        def found() -> bool:
+            ended = self._given_up.is_set() or (self._stopping and not self._locked)
+            return bool(self._urgent or self._waiting or self._alone or ended)
+
+        left = max(0.0, min(batch.due for batch in self._locked) - self._clock()) if self._locked else None
+        self._changed.wait_for(found, left)
+        now = self._clock()
+        self._alone.extend(batch for batch in self._locked if batch.due <= now)
+        self._locked = [batch for batch in self._locked if batch.due > now]
 
     def _take(self) -> list[_Op]:
         """The heartbeats, then what waits up to the limits, without what has been cancelled meanwhile."""
@@ -311,6 +358,9 @@ class DatabaseThread:
                 if self._given_up.is_set():
                     self._left_behind = True
                     self._settle(batch, [_Failure(_stopped(exc))] * len(batch.ops))
+                    return
+                if fault is Fault.TRANSIENT:
+                    self._put_off(batch, exc)
                     return
                 self._sleep(delay)
                 delay = min(2 * delay, LONGEST_DELAY_S)
@@ -372,13 +422,33 @@ class DatabaseThread:
         return [values[op] for op in batch.ops]
 
     def _isolate(self, batch: _Batch, error: Exception) -> None:
-        """Run the batch's operations one by one, so that only the one to blame fails."""
+        """Run the batch in parts, and those that fail again in smaller ones, so that only the one to blame fails."""
         if len(batch.ops) == 1:
             self._settle(batch, [_Failure(error)])
             return
-        alone = [_Batch([op], batch.now, batch.replay) for op in batch.ops]
         with self._changed:
-            self._alone.extendleft(reversed(alone))
+            self._alone.extendleft(reversed(batch.parts()))
+
+    def _put_off(self, batch: _Batch, error: Exception) -> None:
+        """Try a batch that could not get its locks again a little later; after a few times in parts."""
+        batch.losses += 1
+        large = len(batch.ops) > 1
+        if batch.losses == LOSSES_TOGETHER and large:
+            logger.warning("%d operations cannot get their locks: %s", len(batch.ops), summary(error))
+        elif batch.losses > LOSSES_TOGETHER and not large and batch.losses & (batch.losses - 1) == 0:
+            logger.warning(
+                "%s has met a lock %d times; look for a long transaction in the database",
+                batch.ops[0],
+                batch.losses,
+            )
+        beats = any(op.kind is _Kind.HEARTBEAT for op in batch.ops)
+        pieces = batch.parts() if large and (beats or batch.losses >= LOSSES_TOGETHER) else [batch]
+        delay = min(FIRST_DELAY_S * 2 ** min(batch.losses - 1, 10), LONGEST_DELAY_S)
+        with self._changed:
+            for piece in pieces:
+                beat = piece.ops[0].kind is _Kind.HEARTBEAT
+                piece.due = self._clock() + (FIRST_DELAY_S if beat else delay)
+                self._locked.append(piece)
 
     def _settle(self, batch: _Batch, values: list[Any]) -> None:
         for op, value in zip(batch.ops, values, strict=True):
@@ -387,9 +457,11 @@ class DatabaseThread:
     def _fail_waiting(self) -> None:
         """Fail everything that has not been committed."""
         with self._changed:
-            ops = [*self._urgent, *(op for batch in self._alone for op in batch.ops), *self._waiting]
+            apart = [op for batch in (*self._alone, *self._locked) for op in batch.ops]
+            ops = [*self._urgent, *apart, *self._waiting]
             self._urgent.clear()
             self._alone.clear()
+            self._locked.clear()
             self._waiting.clear()
         for op in ops:
             if op.future.running() or op.future.set_running_or_notify_cancel():

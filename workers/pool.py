@@ -107,7 +107,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         worker_process_init.send(sender=None)
         # Who freezes within a transaction must not keep others from its jobs for longer than it takes to be missed.
         idle_s = settings.dead_after_s / 2
-        engine = self._engine = make_engine(settings.database_url, idle_in_transaction_s=idle_s)
+        # Nor must anybody's locks keep its heartbeats back for so long.
+        engine = self._engine = make_engine(
+            settings.database_url, idle_in_transaction_s=idle_s, lock_wait_s=idle_s / 2
+        )
         check_schema(engine)
         row = new_worker(settings)
         transaction(engine, partial(register_worker, worker=row))

@@ -101,6 +101,19 @@ def test_the_idle_limit_is_that_of_each_transaction_and_of_nobody_else(
         others.dispose()
 
 
+def test_the_limit_of_a_wait_for_locks_is_that_of_each_transaction(pooler: PgBouncer, direct: str) -> None:
+    limited = make_engine(pooler.url(direct), idle_in_transaction_s=5, lock_wait_s=0.25)
+    others = make_engine(pooler.url(direct))
+    setting = text("SELECT current_setting('lock_timeout')")
+    try:
+        for _ in range(2 * SERVER_CONNECTIONS):
+            assert transaction(limited, lambda conn: conn.scalar(setting)) == "250ms"
+            assert transaction(others, lambda conn: conn.scalar(setting)) == "0"
+    finally:
+        limited.dispose()
+        others.dispose()
+
+
 def test_without_a_pooler_a_session_keeps_its_statements_and_its_limit(direct: str) -> None:
     engine = make_engine(direct, idle_in_transaction_s=0.5)
     try:

@@ -155,6 +155,28 @@ def test_a_transaction_that_falls_silent_loses_its_locks(db, kind):
     silent.dispose()
 
 
+def test_a_wait_for_a_lock_has_an_end_and_is_tried_again(db, kind):
+    if kind == "sqlite":
+        make_engine(str(db.url), lock_wait_s=1).connect().close()  # is harmless: 15 s it is
+        return
+    add_jobs(db, "a")
+    url = db.url.render_as_string(hide_password=False)
+    engine = make_engine(url, lock_wait_s=0.3)
+    rename = text("UPDATE job SET tenant = :name WHERE id = 'a'")
+    with db.begin() as holder:
+        holder.execute(rename, {"name": "holder"})
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(OperationalError) as caught, engine.begin() as conn:
+                conn.execute(rename, {"name": "other"})
+            assert classify(caught.value) is Fault.TRANSIENT
+            assert time.monotonic() - began < 5
+        with pytest.raises(DatabaseUnavailableError, match="too busy: 2 tries"):
+            transaction(engine, lambda conn: conn.execute(rename, {"name": "other"}), tries=2)
+    transaction(engine, lambda conn: conn.execute(rename, {"name": "other"}))
+    engine.dispose()
+
+
 def test_a_lock_that_never_comes_free_is_reported_as_such(tmp_path):
     engine = make_engine(f"sqlite:///{tmp_path}/x.db")
     delays = []
@@ -179,6 +201,14 @@ def test_other_errors_are_not_tried_again(db):
     with pytest.raises(DBAPIError) as caught:
         transaction(db, wrong)
     assert (tries, classify(caught.value)) == ([1], Fault.OTHER)
+
+
+class _MariadbError(Exception):
+    """Newer drivers give a state besides the number."""
+
+    def __init__(self, number, sqlstate):
+        super().__init__(number, "message")
+        self.sqlstate = sqlstate
 
 
 class _PostgresError(Exception):
@@ -208,6 +238,10 @@ def _sqlite_error(code):
         (Exception(1290, "read only"), Fault.AWAY),
         (Exception(1213, "deadlock"), Fault.TRANSIENT),
         (Exception(1205, "lock wait"), Fault.TRANSIENT),
+        (_MariadbError(1205, "HY000"), Fault.TRANSIENT),
+        (_MariadbError(1021, "HY000"), Fault.AWAY),
+        (_MariadbError(1203, "42000"), Fault.AWAY),
+        (_MariadbError(1406, "22001"), Fault.OTHER),
         (Exception(1406, "too long"), Fault.OTHER),
         (Exception(1153, "packet too large"), Fault.OTHER),
         (_sqlite_error(sqlite3.SQLITE_BUSY | 2 << 8), Fault.TRANSIENT),

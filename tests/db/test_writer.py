@@ -239,7 +239,72 @@ def test_a_heartbeat_goes_before_what_runs_alone_after_a_failure(fleet):
         assert {get(future).kind for future in claimed} == {ClaimKind.CLAIMED}
         get(beat)
         assert thread.stop()
-    assert order == ["beat"] + ["claim"] * 5
+    assert order == ["claim", "beat"] + ["claim"] * 4, "one was in the same part as what was slow"
+
+
+def test_one_bad_operation_among_many_is_found_in_few_transactions(fleet):
+    add_jobs(fleet, "holder", idempotency_key="key", payload_hash="hash")
+    with running(fleet) as thread, commits(fleet) as count:
+        with held_up(thread):
+            claimed = [thread.claim(ClaimItem(new_job(f"j{n:03}"))) for n in range(256)]
+            bad = thread.claim(ClaimItem(new_job("bad", idempotency_key="key", payload_hash="hash")))
+            beat = thread.heartbeat(1)
+            claimed += [thread.claim(ClaimItem(new_job(f"j{n:03}"))) for n in range(256, 500)]
+            done = []
+            for future in (beat, claimed[0]):
+                future.add_done_callback(done.append)
+        assert {get(future).kind for future in claimed} == {ClaimKind.CLAIMED}
+        assert bad.exception(LIMIT_S) is not None
+        assert get(beat) is WorkerState.STARTING
+        assert done == [beat, claimed[0]], "nobody shall miss us meanwhile"
+    assert len(count) < 16
+
+
+def test_a_locked_row_holds_up_nothing_else(db, kind, caplog):
+    """SQLite has one lock for all, which is nobody's row."""
+    if kind == "sqlite":
+        return
+    add_workers(db, "w")
+    add_jobs(db, "locked", *(f"j{n}" for n in range(5)))
+    url = db.url.render_as_string(hide_password=False)
+    engine = make_engine(url, lock_wait_s=0.2)
+    with db.begin() as holder, running(engine) as thread:
+        holder.execute(select(Job.id).where(Job.id == "locked").with_for_update())
+        with held_up(thread):
+            locked = thread.claim(ClaimItem(new_job("locked")))
+            beat = thread.heartbeat(1)
+            others = [thread.claim(ClaimItem(new_job(f"j{n}"))) for n in range(5)]
+            call = thread.call(lambda conn: conn.scalar(select(func.count()).select_from(Worker)))
+        assert get(beat) is WorkerState.STARTING
+        for number in range(2, 6):
+            assert get(thread.heartbeat(number)) is WorkerState.STARTING
+        assert {get(future).kind for future in others} == {ClaimKind.CLAIMED}
+        assert get(call) == 1
+        late = thread.claim(ClaimItem(new_job("late")))
+        assert get(late).kind is ClaimKind.CLAIMED
+        assert not locked.done()
+        assert thread.healthy
+        assert thread.pending == 1
+        holder.rollback()
+        assert get(locked).kind is ClaimKind.CLAIMED
+        assert thread.stop()
+    engine.dispose()
+    assert "cannot get their locks" in caplog.text
+
+
+def test_stopping_waits_for_a_lock_and_gives_up_in_time(db, kind):
+    if kind == "sqlite":
+        return
+    add_workers(db, "w")
+    add_jobs(db, "locked", "free")
+    engine = make_engine(db.url.render_as_string(hide_password=False), lock_wait_s=0.2)
+    with db.begin() as holder, running(engine) as thread:
+        holder.execute(select(Job.id).where(Job.id == "locked").with_for_update())
+        locked, free = (thread.claim(ClaimItem(new_job(job_id))) for job_id in ("locked", "free"))
+        assert get(free).kind is ClaimKind.CLAIMED
+        assert thread.stop(timeout_s=0.5) is False
+        assert isinstance(locked.exception(0), WriterStoppedError)
+    engine.dispose()
 
 
 def test_a_callers_own_error_costs_its_neighbours_nothing(fleet):
