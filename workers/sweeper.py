@@ -13,6 +13,7 @@ the claim, so sweepers of several workers may do the same at once.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from models_db.deaths import Burial, bury
 from models_db.jobs import stored_messages
 from models_db.records import StoredMessage
 from models_db.sweeping import mark_republished, queued_count, queued_page
-from workers.actor import Actor
+from workers.actor import Action, Actor
 from workers.queues import LOST, QueueView
 from workers.stored import has_links
 
@@ -77,6 +78,9 @@ class Sweeper:
         self._queue = queue
         self._clock = clock
         self._actor = Actor("sweeper", self._on_fault, clock)
+        self._started = False
+        self._fetching = 0  # reads of messages that are to be published
+        self._idle: Action | None = None  # to be told when there are no more
         self._burying: set[str] = set()
         self._missing: dict[str, datetime | None] = {}  # found without a delivery at the last scan
         self._short_since = 0  # looks in a row at which messages were missing
@@ -105,9 +109,15 @@ class Sweeper:
         """Run in a thread of its own."""
         self.begin()
         self._actor.start()
+        self._started = True
 
-    def stop(self) -> None:
-        """End the thread after what has been asked so far."""
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread after what has been asked so far. For messages to be published it waits for so long."""
+        if self._started:
+            done = threading.Event()
+            self._actor.send(partial(self._when_idle, done.set))
+            if not done.wait(timeout_s):
+                logger.error("Some messages could not be published again in time")
         self._actor.stop()
         self._view.close()
 
@@ -144,10 +154,25 @@ class Sweeper:
 
     def _fetch(self, job_ids: Sequence[str], *, only_linked: bool = False) -> None:
         for start in range(0, len(job_ids), _PUBLISH):
+            self._fetching += 1
             work = partial(stored_messages, ids=job_ids[start : start + _PUBLISH])
             self._actor.when(self._store.call(work), partial(self._on_fetched, only_linked))
 
     def _on_fetched(self, only_linked: bool, future: Future[dict[str, StoredMessage]]) -> None:
+        try:
+            self._publish_fetched(only_linked, future)
+        finally:
+            self._fetching -= 1
+            if not self._fetching and self._idle is not None:
+                self._idle()
+
+    def _when_idle(self, tell: Action) -> None:
+        if self._fetching:
+            self._idle = tell
+        else:
+            tell()
+
+    def _publish_fetched(self, only_linked: bool, future: Future[dict[str, StoredMessage]]) -> None:
         if error := future.exception():
             logger.error("Messages cannot be read to be published again: %r", error)
             return

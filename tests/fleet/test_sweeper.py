@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -269,3 +270,37 @@ def test_a_message_of_ours_is_readable() -> None:
     message["properties"]["body_encoding"] = "base64"
     message["body"] = "abc"
     assert "base64" in (unreadable(json.dumps(message).encode()) or "")
+
+
+def test_what_is_announced_before_the_end_is_published(place: Place) -> None:
+    """As the end of a suspect that a worker ran while it drained: no delivery would tell Celery of it."""
+    ids = place.accept(1, published=False)
+    asked: list[Callable[[], None]] = []
+    inline = Inline(place.engine)
+
+    class Later(Inline):
+        """Answers when told to, as the database thread does while it commits other things."""
+
+        def call(self, work: Callable[[SqlConnection], T]) -> Future[T]:
+            future: Future[T] = Future()
+
+            def answer() -> None:
+                future.set_result(inline.call(work).result())
+
+            asked.append(answer)
+            arrived.set()
+            return future
+
+    arrived = threading.Event()
+    view = QueueView(lambda: Connection(place.server.url), QUEUE)
+    sweeper = Sweeper(Later(place.engine), view, "s", QUEUE)
+    sweeper._tick = lambda: None  # type: ignore[method-assign]
+    sweeper.start()
+    sweeper.announce(ids)
+    assert arrived.wait(10)
+    stopper = threading.Thread(target=sweeper.stop, args=(10.0,))
+    stopper.start()
+    asked.pop()()
+    stopper.join(10)
+    assert not stopper.is_alive()
+    assert place.listed() == ids
