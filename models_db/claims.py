@@ -37,6 +37,7 @@ class ClaimKind(StrEnum):
     JOINED = "joined"  # this incarnation runs it already
     ELSEWHERE = "elsewhere"  # a live worker runs it; acknowledge
     SUSPECT = "suspect"  # queued, but its turn comes without a delivery (models_db.suspects); acknowledge
+    GONE = "gone"  # it was accepted once, and its row has been deleted since; acknowledge
     TERMINAL = "terminal"  # it has ended, perhaps by this very claim; deliver the stored outcome
 
 
@@ -55,11 +56,13 @@ class StoredOutcome:
 class ClaimItem:
     """One delivery that wants to run. ``job`` is inserted if no row has its id, as for a bare ``send_task``.
 
-    A job that was created more than ``max_age_s`` ago expires instead.
+    A job that was created more than ``max_age_s`` ago expires instead. One that is ``stored``, because its row was
+    committed before its message was published, is never inserted: without a row it has ended and was pruned.
     """
 
     job: NewJob
     max_age_s: float | None = None
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ def claim(
     """
     now = now or utcnow()
     wanted = {item.job.id: item for item in reversed(items)}
-    locked = _lock_or_insert(conn, {job_id: item.job for job_id, item in wanted.items()}, now)
+    stored_ids = {item.job.id for item in items if item.stored}
+    locked = _lock_or_insert(conn, {job_id: item.job for job_id, item in wanted.items()}, stored_ids, now)
     orphans = [job for job in locked.values() if job.owner in dead_ids and job.owner != worker_id]
     locked |= {job.id: job for job in lose(conn, orphans, now, DIED)}
 
@@ -162,6 +166,9 @@ def claim(
     seen: set[str] = set()
     for item in items:
         job_id = item.job.id
+        if job_id not in locked:
+            outcomes.append(ClaimOutcome(job_id, ClaimKind.GONE, 0))
+            continue
         kind = kinds[job_id]
         if kind is ClaimKind.CLAIMED and job_id in seen:
             kind = ClaimKind.JOINED  # a second delivery of the same job in this very batch
@@ -234,15 +241,20 @@ def release(
 # --------------------------------------------------------------------------------------------------- the pieces
 
 
-def _lock_or_insert(conn: Connection, jobs: Mapping[str, NewJob], now: datetime) -> dict[str, LockedJob]:
+def _lock_or_insert(
+    conn: Connection, jobs: Mapping[str, NewJob], stored_ids: Collection[str], now: datetime
+) -> dict[str, LockedJob]:
+    """The rows of these jobs; without those that had one and have it no more."""
     locked = lock_jobs(conn, jobs)
-    missing = [job for job_id, job in sorted(jobs.items()) if job_id not in locked]
+    missing = [
+        job for job_id, job in sorted(jobs.items()) if job_id not in locked and job_id not in stored_ids
+    ]
     if missing:
         # A delivery is proof enough that the message was published.
         rows = [job.row() | {"published_at": job.published_at or now} for job in missing]
         insert_or_ignore(conn, Job, rows, [Job.id])
         locked |= lock_jobs(conn, [job.id for job in missing])
-    if absent := [job_id for job_id in jobs if job_id not in locked]:
+    if absent := [job.id for job in missing if job.id not in locked]:
         raise DatabaseError(
             f"id: job {absent[0]} cannot be inserted, because another job has its idempotency key or custom id. "
             "Send it without them"

@@ -57,12 +57,12 @@ class Broker:
         self._redis = connection or _connect(url, command_packer=_OnePiece())
 
     def publish(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Publish stored messages (``payload.encode_message``) in order, in one round trip.
+        """Publish the messages of stored jobs in order, in one round trip.
 
         Raises:
             BrokerUnavailableError: Redis did not take them; some may have arrived all the same.
         """
-        self.push(map(wire, messages))
+        self.push(wire(message, stored=True) for message in messages)
 
     def push(self, deliveries: Iterable[tuple[str, bytes]]) -> None:
         """``publish`` for messages that are ready: each with its list, as bytes, and never pushed before.

@@ -7,6 +7,7 @@ backend is done, a commit is answered, someone cancels. It never waits for any o
                       ├─ joined ────► (shares the run)          └─ fence lost: claim again
                       ├─ elsewhere ─► ack: the sweeper makes another delivery if its worker dies
                       ├─ suspect ───► ack: its turn comes without a delivery (workers.suspects)
+                      ├─ gone ──────► ack: its row has been pruned
                       └─ terminal ──► tracer with the stored outcome ─► callback, ack
 
 Results are committed before anything is acknowledged, and count only while the attempt is the current one.
@@ -260,7 +261,7 @@ class DeliveryTable:
     def _claim(self, delivery: Delivery) -> None:
         assert delivery.job is not None
         self._claiming[delivery.number] = delivery.job_id
-        item = ClaimItem(delivery.job, self._settings.max_queue_age_s)
+        item = ClaimItem(delivery.job, self._settings.max_queue_age_s, delivery.request.stored)
         self._actor.when(self._store.claim(item), partial(self._on_claimed, delivery))
 
     def _on_claimed(self, delivery: Delivery, future: Future[ClaimOutcome]) -> None:
@@ -277,6 +278,8 @@ class DeliveryTable:
         elif run is not None:
             # Also when it reads as terminal: our own commit is on its way here.
             self._runs.join(delivery, run)
+        elif claim.kind is ClaimKind.GONE:
+            self._on_gone(delivery)
         elif claim.kind is ClaimKind.TERMINAL:
             self._on_ended_already(delivery, claim)
         elif delivery.ending is not None:
@@ -294,6 +297,18 @@ class DeliveryTable:
         else:
             logger.error("Job %s cannot be claimed: %r", delivery.job_id, error)
             self._endings.fail(delivery, error)
+
+    def _on_gone(self, delivery: Delivery) -> None:
+        """A stale message, such as one from a backup of Redis: to run it again would answer what has been answered."""
+        logger.error(
+            "Job %s was stored before this message was published, and has no row in this database: it has ended and "
+            "was pruned, or client and worker use different databases. The message is dropped",
+            delivery.job_id,
+        )
+        if delivery.ending is not None:
+            self._endings.acknowledge_ending(delivery)
+        else:
+            self._endings.drop(delivery)
 
     def _on_ended_already(self, delivery: Delivery, claim: ClaimOutcome) -> None:
         stored = claim.outcome

@@ -53,6 +53,13 @@ MAX_STOP_CHARS = 1000
 _OTHER_BYTES = 20_000  # more than all other fields can come to
 MAX_TASK_ID = 155  # the width of job.id
 
+STORED_HEADER = "tokenmill_stored"
+"""In a message's headers: true where the job's row was committed before the message was published.
+
+Without a row such a message is stale, whereas any other message is accepted by the worker that takes it. Only who has
+written the row may set it: a sender without a database never does.
+"""
+
 # Kombu's Redis transport keeps one list a priority step, named with this separator.
 PRIORITY_STEPS = (0, 3, 6, 9)
 PRIORITY_SEPARATOR = "\x06\x16"
@@ -339,7 +346,9 @@ def queue_key(queue: str, priority: int) -> str:
     return f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue
 
 
-def encode_message(job_id: str, payload: GeneratePayload, fields: Mapping[str, Any]) -> str:
+def encode_message(
+    job_id: str, payload: GeneratePayload, fields: Mapping[str, Any], *, stored: bool = False
+) -> str:
     """The complete message of a job as JSON text (ASCII), as the Redis transport stores it: headers, properties, body.
 
     It holds all that is needed to publish the job again under the same id, and is stored in ``job.message``. The
@@ -347,21 +356,23 @@ def encode_message(job_id: str, payload: GeneratePayload, fields: Mapping[str, A
 
     Args:
         fields: the payload's, as ``to_dict`` gives them.
+        stored: the row is committed before the message is published; see ``STORED_HEADER``.
     """
     _check_id(job_id)
-    frame = _frame(payload.model, payload.priority, _origin(os.getpid()))
+    frame = _frame(payload.model, payload.priority, _origin(os.getpid()), stored)
     filling = {"id": json.dumps(job_id)[1:-1], "body": _body(fields), "tag": random_bytes(16).hex()}
     return "".join([filling.get(part, part) for part in frame])
 
 
 @lru_cache(maxsize=64)
-def _frame(model: str, priority: int, origin: str) -> tuple[str, ...]:
+def _frame(model: str, priority: int, origin: str, stored: bool) -> tuple[str, ...]:
     """A message's text in pieces; ``id``, ``body`` and ``tag`` stand alone where they belong."""
     mark = uuid.uuid4().hex  # in no name
     places = [f"{mark}{place}{mark}" for place in ("id", "body", "tag")]
-    text = json.dumps(
-        _message(places[0], places[1], model, priority, origin, places[2]), separators=(",", ":")
-    )
+    message = _message(places[0], places[1], model, priority, origin, places[2])
+    if stored:
+        message["headers"][STORED_HEADER] = True
+    text = json.dumps(message, separators=(",", ":"))
     return tuple(text.split(mark))
 
 
@@ -426,11 +437,16 @@ def describe(model: object) -> str:
     return f"(<tokenmill payload for {name[:80]}>,)"
 
 
-def wire(message: Mapping[str, Any]) -> tuple[str, bytes]:
-    """A stored message made ready to publish: the Redis list for ``LPUSH``, and the bytes, with a fresh tag.
+def wire(message: Mapping[str, Any], *, stored: bool = False) -> tuple[str, bytes]:
+    """A message made ready to publish: the Redis list for ``LPUSH``, and the bytes, with a fresh tag.
 
     A delivery tag names one delivery, so that two publications of a job must not share it.
+
+    Args:
+        stored: it comes from a row, whoever published it first; see ``STORED_HEADER``.
     """
+    if stored:
+        message = dict(message) | {"headers": dict(message["headers"]) | {STORED_HEADER: True}}
     properties = dict(message["properties"]) | {"delivery_tag": str(uuid.uuid4())}
     key = queue_key(properties["delivery_info"]["routing_key"], properties.get("priority") or 0)
     return key, json.dumps(dict(message) | {"properties": properties}, separators=(",", ":")).encode()

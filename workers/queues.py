@@ -105,7 +105,7 @@ class QueueView:
         for start in range(0, len(messages), _CHUNK):
             with self._client().pipeline(transaction=False) as pipeline:
                 for message in reversed(messages[start : start + _CHUNK]):
-                    pipeline.rpush(*wire(message))
+                    pipeline.rpush(*wire(message, stored=True))
                 pipeline.execute()
 
     def dead_letters(self, limit: int) -> list[bytes]:

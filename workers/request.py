@@ -13,7 +13,7 @@ from celery.worker import state
 from celery.worker.request import Request
 
 from models_db.tables import JobState
-from workers.payload import describe
+from workers.payload import STORED_HEADER, describe
 from workers.results import BACKEND_AWAY
 from workers.revokes import revoked_here
 from workers.stored import names_links, stamps_of, time_limits
@@ -88,6 +88,11 @@ class GenerateRequest(QuietRequest):
     def has_callbacks(self) -> bool:
         """Whether links, chains or chords follow, which must not run twice."""
         return names_links(self.embedded)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the job's row was committed before this message was published."""
+        return self._request_dict.get(STORED_HEADER) is True
 
     @property
     def past_expiry(self) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, select
 
 from models_db.claims import (
     EXPIRED_BEFORE_START,
@@ -22,7 +22,7 @@ from models_db.claims import (
 from models_db.errors import InvalidValueError
 from models_db.jobs import job_result, job_status, request_cancel
 from models_db.session import transaction
-from models_db.tables import AttemptOutcome, JobState
+from models_db.tables import AttemptOutcome, Job, JobState
 from tests.db.helpers import (
     T0,
     add_jobs,
@@ -385,3 +385,20 @@ def test_times_come_back_as_they_went_in(fleet):
         job = job_status(conn, "j")
         assert (job.created_at, job.deadline_at) == (T0, at(0.000001))
         assert job.created_at.utcoffset().total_seconds() == 0
+
+
+def test_a_message_of_a_job_that_was_stored_brings_no_pruned_job_back(world):
+    items = [
+        ClaimItem(new_job("pruned"), stored=True),
+        ClaimItem(new_job("bare")),
+        ClaimItem(new_job("twice")),
+        ClaimItem(new_job("twice"), stored=True),
+        ClaimItem(new_job("here"), stored=True),
+    ]
+    add_jobs(world, "here")
+    with world.begin() as conn:
+        kinds = [outcome.kind for outcome in claim(conn, items, "w")]
+    gone, claimed = ClaimKind.GONE, ClaimKind.CLAIMED
+    assert kinds == [gone, claimed, gone, gone, claimed]
+    with world.connect() as conn:
+        assert set(conn.scalars(select(Job.id))) == {"bare", "here"}

@@ -170,6 +170,7 @@ class FakeRequest:
         self.abandoned = False
         self.ignore_result = False
         self.is_revoked = False
+        self.stored = False
         self.table: DeliveryTable | None = None
         self.log: list[str] = []
         self.outcome: Outcome | None = None
@@ -341,11 +342,13 @@ class TestWorker:
     def _pause(self, paused: bool) -> None:
         self.paused = paused
 
-    def deliver(self, job_id: str, payload: Any = None, *, args: Any = None, **limits: float) -> FakeRequest:
+    def deliver(
+        self, job_id: str, payload: Any = None, *, args: Any = None, stored: bool = False, **limits: float
+    ) -> FakeRequest:
         """Hand a delivery to the pool's table, as ``on_apply`` does."""
         payload = {"model": "echo", "prompt": "some words"} if payload is None else payload
         request = FakeRequest(job_id, [payload] if args is None else args)
-        request.table = self.table
+        request.table, request.stored = self.table, stored
         request.delivery = Delivery(
             request=request,  # type: ignore[arg-type]
             call=Call(lambda: None, (), {}),

@@ -61,6 +61,21 @@ def test_a_bare_message_writes_its_own_row(world: World) -> None:
     assert (status.deadline_at - world.clock.now()).total_seconds() == 60
 
 
+def test_a_stale_message_of_a_job_that_was_stored_is_dropped_and_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = world.worker()
+    stale, revoked = worker.deliver("pruned", stored=True), worker.deliver("revoked", stored=True)
+    worker.table.revoke(revoked, JobState.CANCELLED)  # type: ignore[arg-type]
+    bare = worker.deliver("bare")
+    world.run()
+    assert world.states() == {"bare": JobState.RUNNING}
+    assert (stale.log, bare.log) == (["acknowledged"], ["accepted"])
+    assert revoked.log == ["acknowledged"]
+    assert "Job pruned was stored before" in caplog.text
+    assert worker.table.pending == 1
+
+
 def test_a_second_delivery_joins_and_the_job_runs_once(world: World) -> None:
     worker = world.worker()
     first, second = worker.deliver("j"), worker.deliver("j")

@@ -15,6 +15,7 @@ from backend.api import GenerationRequest, RequestError, SamplingParams, Unknown
 from tests.messages import build_message, publish
 from workers.payload import (
     PAYLOAD_VERSION,
+    STORED_HEADER,
     Forms,
     GeneratePayload,
     NewerPayloadError,
@@ -226,6 +227,18 @@ def test_neighbours_of_one_list_are_pushed_in_one_command_of_bounded_size() -> N
         ("a", 2), ("b", 1), ("a", 1), ("a", 1), ("a", 1)
     ]  # fmt: skip
     assert pipeline.executed == 1
+
+
+def test_only_a_message_of_a_stored_job_says_so() -> None:
+    made = payload()
+    bare = build_message("job-1", made)
+    assert STORED_HEADER not in bare["headers"]
+    stored = json.loads(encode_message("job-1", made, made.to_dict(), stored=True))
+    assert stored["headers"] == bare["headers"] | {STORED_HEADER: True}
+    again = json.loads(wire(bare, stored=True)[1])
+    assert again["headers"] == stored["headers"]
+    assert STORED_HEADER not in bare["headers"], "what is kept stays as it came"
+    assert STORED_HEADER not in json.loads(wire(bare)[1])["headers"]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "Qwen/Ü{id}\\u0000", 'a "quoted" {body}'])

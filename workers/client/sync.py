@@ -359,7 +359,7 @@ class Client:
             priority=payload.priority,
             params=forms.params,
             prompt=forms.prompt,
-            message=JsonText(encode_message(job_id, payload, forms.fields)),
+            message=JsonText(encode_message(job_id, payload, forms.fields, stored=self.has_database)),
             created_at=now,
             published_at=now if self.has_database else None,
             tokens=payload.tokens_at_most if self.settings.limits_tenants else 0,
