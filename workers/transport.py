@@ -24,6 +24,7 @@ from kombu.utils.json import dumps
 
 from workers.fetching import UNREADABLE, FetchingChannel, GatheringQoS
 from workers.payload import BULK_PRIORITY
+from workers.refusing_redis import noticing_refusals
 
 logger = get_logger(__name__)
 
@@ -31,11 +32,21 @@ _SHORT_POP_S = 0.1  # where a pop cannot be ended early
 
 DEAD_LETTERS_KEY = "tokenmill.dead-letters"
 
+# Both begin with a write that needs no memory: what follows it in a script is done in a full Redis, too. A message
+# that moves from one key to another makes Redis no fuller.
 _RECEIVE = """
 local now = redis.call('TIME')
+redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('ZADD', KEYS[1], now[1] + now[2] / 1000000, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 """
+_PUT_BACK = """
+redis.call('LTRIM', KEYS[1], 0, -1)
+redis.call('RPUSH', KEYS[1], ARGV[1])
+"""
+
+_in_hand: list[tuple[bytes, bytes]] = []
+"""Messages that were popped and neither recorded nor put back yet, with their lists; of the main thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +96,14 @@ class LeaseQoS(GatheringQoS):
             entry = dumps([message._raw, info["exchange"], info["routing_key"]])
             with self.channel.conn_or_acquire() as client:
                 client.eval(_RECEIVE, 2, self.unacked_index_key, self.unacked_key, delivery_tag, entry)
+            self.channel.on_recorded()
         virtual.QoS.append(self, message, delivery_tag)
         if is_bulk(message.properties.get("priority")):
             self._bulk.add(delivery_tag)
 
     def restore_visible(self, start: int = 0, num: int | None = 10, interval: int = 10) -> None:
         """Put deliveries back whose lease has ended."""
+        self.channel.put_back()
         self._vrestore_count += 1
         if (self._vrestore_count - 1) % (interval or 1):
             return
@@ -124,6 +137,7 @@ class LeaseChannel(FetchingChannel):
     worker_id = ""
     credit: Credit | None = None
     _taken: tuple[bytes, bytes] | None = None
+    _unrecorded: tuple[bytes, bytes] | None = None  # as ``_taken``, until Redis has noted the delivery
     _urgent_only = False  # of the pop that waits
     _client_id: tuple[Any, int] | None = None  # of the connection that pops, with its socket
 
@@ -150,13 +164,30 @@ class LeaseChannel(FetchingChannel):
         """Kombu takes them from the connection, which a channel outlives: what it delivered may still be ended."""
         if getattr(self.connection, "client", None) is None:
             raise plain.redis.ConnectionError("the connection of these deliveries is closed")
-        return super()._connparams(*args, **kwargs)
+        params = super()._connparams(*args, **kwargs)
+        params["connection_class"] = noticing_refusals(params["connection_class"])
+        return params
 
     def _remember(self, parse: Any, connection: Any, command_name: str, **options: Any) -> Any:
         answer = parse(connection, command_name, **options)
         if command_name == "BRPOP":
-            self._taken = answer or None
+            self._taken = self._unrecorded = answer or None
         return answer
+
+    def on_recorded(self) -> None:
+        """The message that was popped last is noted as unacknowledged."""
+        self._unrecorded = None
+
+    def put_back(self) -> None:
+        """Put messages back that are only here, because Redis did not take the note of their delivery.
+
+        Raises the client's connection errors; what is left then is put back the next time.
+        """
+        while _in_hand:
+            key, raw = _in_hand[0]
+            with self.conn_or_acquire() as client:
+                client.eval(_PUT_BACK, 1, key, raw)
+            del _in_hand[0]
 
     def _brpop_start(self, timeout: float | None = None) -> None:
         queues = self._queue_cycle.consume(len(self.active_queues))
@@ -221,10 +252,23 @@ class LeaseChannel(FetchingChannel):
                 raise
             self.refuse(self._taken[0].decode(errors="replace").rsplit(self.sep, 1)[0], self._taken[1])
             return True
+        except self.connection_errors as exc:
+            self._keep_unrecorded(exc)
+            raise
         finally:
-            self._taken = None
+            self._taken = self._unrecorded = None
         self.fetch_more()
         return got
+
+    def _keep_unrecorded(self, error: BaseException) -> None:
+        """The popped message may be nowhere but here. (If Redis has the note all the same, it comes twice.)"""
+        if self._unrecorded is None:
+            return
+        _in_hand.append(self._unrecorded)
+        try:
+            self.put_back()
+        except self.connection_errors:
+            logger.warning("A message was taken and could not be noted (%r); it goes back later", error)
 
     def refuse(self, queue: str, raw: bytes) -> None:
         """Put aside what cannot be read; raises again what is no fault of the message."""

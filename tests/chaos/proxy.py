@@ -21,6 +21,7 @@ class _Pair:
     server: socket.socket
     unsent: dict[socket.socket, bytearray] = field(default_factory=dict)
     held: bool = False
+    stranded: bool = False
 
     def other(self, one: socket.socket) -> socket.socket:
         return self.server if one is self.client else self.client
@@ -36,7 +37,8 @@ class Proxy:
     """Forwards to a port of this host, or to a socket in the file system, from a port of its own, until ``close``.
 
     ``cut`` resets every connection; ``refuse`` also resets each new one until ``forward``; ``freeze`` leaves
-    connections open and forwards nothing until ``forward``; ``hold`` stops the first connection whose client sends
+    connections open and forwards nothing until ``forward``; ``strand`` does so for ever to those that are open now, as
+    when a host vanishes or a router forgets them; ``hold`` stops the first connection whose client sends
     the given bytes, before the server sees them, until ``release``.
     """
 
@@ -84,6 +86,15 @@ class Proxy:
         """Forward nothing; nobody is told."""
         self._frozen = True
         self._wake()
+
+    def strand(self) -> int:
+        """Forward nothing any more on the connections that are open now; returns how many there were."""
+        with self._lock:
+            for pair in self._pairs:
+                pair.stranded = True
+            count = len(self._pairs)
+        self._wake()
+        return count
 
     def forward(self) -> None:
         """End ``refuse`` and ``freeze``."""
@@ -169,7 +180,7 @@ class Proxy:
         """Wait for what the pair can do now."""
         for end in (pair.client, pair.server):
             events = 0
-            if not self._frozen:
+            if not self._frozen and not pair.stranded:
                 if not pair.unsent[pair.other(end)]:
                     events |= selectors.EVENT_READ
                 if pair.unsent[end] and not (pair.held and end is pair.server):

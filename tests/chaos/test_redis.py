@@ -59,6 +59,21 @@ def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld) -> Non
     assert verdict.attempts == {"succeeded": 60}, "nothing was run again"
 
 
+def test_connections_that_die_without_a_word_are_missed_soon(make_world: MakeWorld) -> None:
+    """New connections work; nobody says that the old ones lead nowhere."""
+    world = make_world(engine=PACED)
+    seat = world.seat()
+    seat.ready()
+    (running,) = world.submit_words(1, 40)
+    world.wait_state(running, JobState.RUNNING)
+    assert world.redis_proxy.strand() > 1
+    (later,) = world.submit_words(1, 5)
+    world.wait_state(later, JobState.SUCCEEDED, 40)
+    verdict = world.finish().assert_ok()
+    assert verdict.exit_codes == [0]
+    assert verdict.attempts == {"succeeded": 2}, "what ran went on"
+
+
 def lose_a_message(world: World, how: int) -> tuple[Seat, Seat, str]:
     """Stop a worker between the pop of a message and its note in ``unacked``; the message is nowhere then."""
     victim, other = world.seat(), world.seat(start=False)
