@@ -14,7 +14,7 @@ from sqlalchemy import Engine, String, column, inspect, select, table
 
 import migrations
 from models_db.errors import MissingDatabaseError, SchemaError
-from models_db.session import reading, redact
+from models_db.session import make_engine, reading, redact
 
 _VERSIONS = "alembic_version"
 
@@ -50,7 +50,11 @@ def downgrade(url: str, revision: str) -> None:
         DatabaseUrlError: the URL is unreadable.
         DatabaseUnavailableError: the database does not answer.
         SchemaError: the revision, or the one that the database is at, is unknown here or lies the other way.
+        MissingDatabaseError: it is an SQLite file that is not there.
     """
+    engine = make_engine(url)
+    _check_file(engine)
+    engine.dispose()
     with _named_errors(revision):
         command.downgrade(alembic_config(url), revision)
 
@@ -88,11 +92,7 @@ def current_revision(engine: Engine) -> str | None:
         MissingDatabaseError: it is an SQLite file that is not there. None is made.
         DatabaseUnavailableError: it does not answer.
     """
-    if (file := _missing_file(engine)) is not None:
-        raise MissingDatabaseError(
-            f"database {redact(engine.url)} is missing: there is no file {file}. Correct TOKENMILL_DATABASE_URL, or "
-            "make it with `tokenmill db upgrade`"
-        )
+    _check_file(engine)
     with reading(engine) as conn:
         # Alembic's own way to this says three lines to whoever listens to the root logger.
         if not inspect(conn).has_table(_VERSIONS):
@@ -100,13 +100,15 @@ def current_revision(engine: Engine) -> str | None:
         return conn.scalar(select(column("version_num", String)).select_from(table(_VERSIONS)))
 
 
-def _missing_file(engine: Engine) -> Path | None:
-    """The absolute path of an SQLite file that does not exist; opening it would make an empty one."""
+def _check_file(engine: Engine) -> None:
+    """Whether an SQLite file exists: opening it would make an empty one."""
     name = engine.url.database
-    if engine.dialect.name != "sqlite" or not name or name.startswith("file:"):
-        return None
-    path = Path(name).absolute()
-    return None if path.exists() else path
+    if engine.dialect.name != "sqlite" or not name or name.startswith("file:") or Path(name).exists():
+        return
+    raise MissingDatabaseError(
+        f"database {redact(engine.url)} is missing: there is no file {Path(name).absolute()}. Correct "
+        "TOKENMILL_DATABASE_URL, or make it with `tokenmill db upgrade`"
+    )
 
 
 def head_revision() -> str:

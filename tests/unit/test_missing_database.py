@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ DEAD_REDIS = "redis://127.0.0.1:1/0"
         ["db", "check"],
         ["db", "current"],
         ["db", "rollup"],
+        ["db", "downgrade", "base", "--yes"],
         ["db", "prune", "--older-than", "90d", "--dry-run"],
         ["stats"],
         ["top", "--once"],
@@ -59,6 +62,19 @@ def test_a_client_makes_no_file(tmp_path: Path) -> None:
     with Client(broker_url=DEAD_REDIS, database_url=url) as client, pytest.raises(MissingDatabaseError):
         client.submit("hello")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_listens_to_all_that_is_logged_hears_nothing_of_alembic(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'jobs.db'}"
+    upgrade(url)
+    script = (
+        "import logging; logging.basicConfig(level='INFO')\n"
+        "from models_db.session import make_engine\n"
+        "from models_db.migrate import check_schema\n"
+        f"check_schema(make_engine({url!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_an_empty_file_was_never_migrated_and_looking_says_nothing(
