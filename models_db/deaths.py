@@ -50,13 +50,17 @@ class Burial:
     )  # ended just before; if links follow, they may not have run
 
 
-def bury(conn: Connection, worker_id: str, *, now: datetime | None = None) -> Burial:
+def bury(conn: Connection, worker_id: str, *, now: datetime | None = None, replay: bool = False) -> Burial:
     """Take everything from a worker that is dead or has stopped, and mark it dead unless it has stopped.
 
     Doing it again finds nothing more, so several may do it at once. Jobs of a worker that stopped by itself are
     queued again without suspicion.
+
+    ``replay`` says that an earlier commit of this very call, with the same ``now``, may have gone through: what it
+    did is reported, as nobody else would publish it.
     """
     now = now or utcnow()
+    buried = _closed_at(conn, worker_id, now) if replay else []
     dead = (
         update(Worker)
         .where(Worker.id == worker_id, Worker.state.not_in((WorkerState.STOPPED, WorkerState.DEAD)))
@@ -64,8 +68,10 @@ def bury(conn: Connection, worker_id: str, *, now: datetime | None = None) -> Bu
     )
     first = conn.execute(dead).rowcount == 1
     worker = conn.execute(
-        select(Worker.state, Worker.heartbeat_at).where(Worker.id == worker_id)
+        select(Worker.state, Worker.heartbeat_at, Worker.stopped_at).where(Worker.id == worker_id)
     ).one_or_none()
+    if replay and worker is not None and worker.state is WorkerState.DEAD and worker.stopped_at == now:
+        first = True
     owned = conn.scalars(select(Job.id).where(Job.owner == worker_id).order_by(Job.id)).all()
     locked = [job for job in lock_jobs(conn, owned).values() if job.owner == worker_id]
     if worker is not None and worker.state is WorkerState.STOPPED:
@@ -75,7 +81,7 @@ def bury(conn: Connection, worker_id: str, *, now: datetime | None = None) -> Bu
     else:
         after = lose(conn, locked, now, DIED)
     burial = Burial()
-    for job in after:
+    for job in [*buried, *after]:
         if job.state.terminal:
             burial.ended.append(job.id)
         elif job.deaths >= SUSPECT_DEATHS:
@@ -87,6 +93,13 @@ def bury(conn: Connection, worker_id: str, *, now: datetime | None = None) -> Bu
     if first and worker is not None:
         burial.untold.extend(_untold(conn, worker_id, worker.heartbeat_at))
     return burial
+
+
+def _closed_at(conn: Connection, worker_id: str, at: datetime) -> list[LockedJob]:
+    """Jobs of which this worker's attempt was closed at exactly that time, unless they run again."""
+    query = select(Attempt.job_id).where(Attempt.worker_id == worker_id, Attempt.ended_at == at)
+    jobs = lock_jobs(conn, conn.scalars(query.distinct()).all()).values()
+    return [job for job in jobs if job.state is not JobState.RUNNING]
 
 
 def lose(conn: Connection, jobs: Sequence[LockedJob], now: datetime, error: str) -> list[LockedJob]:

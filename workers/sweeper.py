@@ -12,6 +12,7 @@ the claim, so sweepers of several workers may do the same at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -24,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 from celery.utils.log import get_logger
 from sqlalchemy import Connection
 
+from models_db.base import utcnow
 from models_db.dead_letters import NewDeadLetter, store_dead_letters
 from models_db.deaths import Burial, bury
 from models_db.jobs import stored_messages
@@ -131,8 +133,7 @@ class Sweeper:
         for worker_id in worker_ids:
             if worker_id not in self._burying:
                 self._burying.add(worker_id)
-                work = partial(bury, worker_id=worker_id)
-                self._actor.when(self._store.call(work), partial(self._on_buried, worker_id))
+                self._actor.when(self._store.call(_burial(worker_id)), partial(self._on_buried, worker_id))
 
     def _on_buried(self, worker_id: str, future: Future[Burial]) -> None:
         self._burying.discard(worker_id)
@@ -299,3 +300,13 @@ class Sweeper:
         logger.error("Fault in the sweeper: %r", error, exc_info=error)
         self._forget()
         self._counting = self._keeping = False
+
+
+def _burial(worker_id: str) -> Callable[[Connection], Burial]:
+    """Buries a worker; run again after a commit whose answer was lost, it says what that has done."""
+    now, tries = utcnow(), itertools.count()
+
+    def work(conn: Connection) -> Burial:
+        return bury(conn, worker_id, now=now, replay=next(tries) > 0)
+
+    return work

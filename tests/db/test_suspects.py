@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import update
 
-from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS
+from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS, Burial
 from models_db.suspects import claim_suspects, take_lock
 from models_db.tables import Job
 from tests.db.helpers import add_jobs, add_workers, at, attempts
-from tests.db.test_writer import Outage, get, running
+from tests.db.outage import Outage
+from tests.db.test_writer import get, running
+from workers.sweeper import _burial
 
 QUEUE = "tokenmill.smollm2"
 
@@ -64,3 +66,26 @@ def test_a_later_claim_takes_what_is_left_and_not_what_runs(ward):
     assert first == again
     assert [suspect.job_id for suspect in [*first, *later]] == ["bare", "one", "two"]
     assert first[0].stored.message is None, "its caller ends it"
+
+
+@pytest.mark.parametrize("goes_through", [False, True], ids=["not committed", "committed, answer lost"])
+def test_a_burial_whose_answer_is_lost_says_what_it_has_done(ward, goes_through):
+    with ward.begin() as conn:
+        conn.execute(update(Job).where(Job.id == "bad").values(solo_deaths=1))
+        claim(conn, "other", alone=True, now=at(100))
+    with Outage(ward) as outage, running(ward, sleep=outage.delays.append) as thread:
+        outage.commit_goes_through = goes_through
+        bury_it = _burial("other")
+        armed = []
+
+        def work(conn):
+            if not armed:
+                armed.append(True)
+                outage.commits = 2
+            return bury_it(conn)
+
+        burial = get(thread.call(work))
+        assert get(thread.call(_burial("other"))) == Burial(), "others find nothing more"
+    assert burial.ended == ["bad"], "Celery has to hear of it"
+    with ward.connect() as conn:
+        assert attempts(conn, "bad") == [(1, "other", "lost")]
