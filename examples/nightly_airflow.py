@@ -1,17 +1,18 @@
 """A night's file from Airflow: submit, wait without a slot, collect.
 
 Copy it into the DAGs folder. Tokenmill's settings (TOKENMILL_BROKER_URL, TOKENMILL_DATABASE_URL) come from the
-environment of the Airflow workers, which need the light base package.
+environment of the Airflow workers, which need the light base package with its command on PATH.
 """
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 
 from airflow.decorators import dag, task
 from airflow.sensors.base import PokeReturnValue
 
-FOLDER = "/data"
+FOLDER = os.environ.get("NIGHTLY_FOLDER", "/data")
 
 
 @dag(schedule="15 1 * * *", start_date=datetime(2026, 1, 1), catchup=False)

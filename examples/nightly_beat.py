@@ -2,8 +2,9 @@
 
 Run a worker and beat for this application beside Tokenmill's own worker:
 
-    celery -A nightly_beat worker --beat --workdir examples
+    celery --app nightly_beat --workdir examples worker --beat
 
+The hour is UTC's, unless app.conf.timezone says otherwise.
 The answers are collected in the morning: tokenmill bulk resume BATCH -o answers.jsonl
 """
 

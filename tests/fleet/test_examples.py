@@ -34,6 +34,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         }
 
 
+def guide(name: str) -> str:
+    return (EXAMPLES.parent / "docs" / name).read_text(encoding="utf-8")
+
+
 def run(command: list[str], environment: dict[str, str], folder: Path) -> str:
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -67,6 +71,115 @@ def test_the_nightly_script_writes_dated_answers(environment: dict[str, str], tm
         (line["custom_id"], line["category"]) for line in given
     ]
     assert "30/30 done" in (tmp_path / "nightly.log").read_text(encoding="utf-8")
+
+
+def test_the_nightly_script_runs_from_a_crontab_as_its_comment_says(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Cron gives little more than a short PATH, and the variables that stand in the crontab."""
+    script = EXAMPLES / "nightly.sh"
+    comment = [
+        line[1:].strip() for line in script.read_text(encoding="utf-8").splitlines() if line[:1] == "#"
+    ]
+    crontab = dict(line.split("=", 1) for line in comment if line.split("=")[0].isupper())
+    assert crontab.keys() == {"PATH", "TOKENMILL_BROKER_URL", "TOKENMILL_DATABASE_URL"}
+    assert all(f"{name}=" in guide("nightly-bulk.md") for name in crontab)
+    (tmp_path / "prompts.jsonl").write_bytes(PROMPTS.read_bytes())
+    bare = {"HOME": str(tmp_path), "SHELL": "/bin/sh", "PATH": "/usr/bin:/bin"}
+
+    def cron(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        command = ["/bin/sh", "-c", f"{script} {tmp_path}"]
+        return subprocess.run(
+            command, env=bare | variables, cwd="/", capture_output=True, text=True, timeout=60
+        )
+
+    forgotten = cron({})
+    assert forgotten.returncode == 127
+    assert "no tokenmill on PATH" in forgotten.stderr
+    path = crontab["PATH"].replace("/srv/app/venv/bin", str(Path(sys.executable).parent))
+    done = cron({name: environment[name] for name in crontab} | {"PATH": path})
+    assert done.returncode == 0, (tmp_path / "nightly.log").read_text(encoding="utf-8")
+    (answers,) = tmp_path.glob("answers-????-??-??.jsonl")
+    assert len(answers.read_text(encoding="utf-8").splitlines()) == 30
+
+
+def test_the_nightly_beat_submits_at_a_quarter_past_one(environment: dict[str, str], tmp_path: Path) -> None:
+    """The command of its docstring loads it, and its task submits the file."""
+    source = (EXAMPLES / "nightly_beat.py").read_text(encoding="utf-8")
+    (command,) = (line.split() for line in source.splitlines() if line.startswith("    celery "))
+    assert command[-2:] == ["worker", "--beat"]
+    report = run([sys.executable, "-m", *command[:-2], "report"], environment, EXAMPLES.parent)
+    assert "<crontab: 15 1 * * *" in report
+    check = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import nightly_beat as night\n"
+        "from datetime import UTC, datetime\n"
+        "from celery.beat import Scheduler\n"
+        "night.app.finalize()\n"
+        "scheduler = Scheduler(night.app)\n"
+        "entry = scheduler.schedule['prompts']\n"
+        "entry.schedule.nowfun = lambda: datetime(2026, 11, 30, 1, 15, tzinfo=UTC)\n"
+        "entry.last_run_at = datetime(2026, 11, 29, 1, 15, tzinfo=UTC)\n"
+        "assert entry.is_due().is_due and entry.task in night.app.tasks\n"
+        "print(night.app.tasks[entry.task](*entry.args))\n"
+    )
+    (tmp_path / "prompts.jsonl").write_bytes(PROMPTS.read_bytes())
+    batch_id = run([sys.executable, "-c", check, str(EXAMPLES)], environment, tmp_path).strip()
+    collect = [sys.executable, "-m", "workers.cli", "bulk", "resume", batch_id, "-o", "answers.jsonl"]
+    run(collect, environment, tmp_path)
+    assert len((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()) == 30
+
+
+AIRFLOW = """
+import subprocess, sys, time, types
+
+class PokeReturnValue:
+    def __init__(self, is_done, xcom_value=None):
+        self.is_done, self.xcom_value = is_done, xcom_value
+
+def bash(function):
+    def run(*arguments):  # as Airflow's: the last line of what the command prints is handed on
+        done = subprocess.run(function(*arguments), shell=True, check=True, stdout=subprocess.PIPE, text=True)
+        return (done.stdout.splitlines() or [""])[-1]
+    return run
+
+def sensor(**options):
+    assert options["mode"] == "reschedule" and options["timeout"] > options["poke_interval"]
+    def wrap(function):
+        def run(*arguments):
+            for _ in range(300):
+                poked = function(*arguments)
+                if poked.is_done:
+                    return poked.xcom_value
+                time.sleep(0.1)
+            raise TimeoutError
+        return run
+    return wrap
+
+def module(name, **names):
+    made = sys.modules[name] = types.ModuleType(name)
+    vars(made).update(names)
+
+dags = []
+def dag(**options):
+    dags.append(options)
+    return lambda function: function
+
+module("airflow")
+module("airflow.decorators", dag=dag, task=types.SimpleNamespace(bash=bash, sensor=sensor))
+module("airflow.sensors")
+module("airflow.sensors.base", PokeReturnValue=PokeReturnValue)
+sys.path.insert(0, sys.argv[1])
+import nightly_airflow
+assert dags[0]["schedule"] == "15 1 * * *" and dags[0]["catchup"] is False
+"""
+
+
+def test_the_nightly_dag_submits_waits_and_collects(environment: dict[str, str], tmp_path: Path) -> None:
+    """With stand-ins for Airflow's decorators, which run each task as soon as it is called."""
+    (tmp_path / "prompts.jsonl").write_bytes(PROMPTS.read_bytes())
+    folder = {"NIGHTLY_FOLDER": str(tmp_path)}
+    run([sys.executable, "-c", AIRFLOW, str(EXAMPLES)], environment | folder, tmp_path)
+    assert len((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()) == 30
 
 
 # --------------------------------------------------------------------------------------------- web applications
