@@ -25,6 +25,7 @@ class BatchRow:
     error_type: str | None
     error_message: str | None
     result: StoredResult | None
+    attempt: int = 1  # 0 with a result: the answer was taken over
 
 
 def iter_batch_rows(
@@ -37,6 +38,16 @@ def iter_batch_rows(
     ordered = _ids_by_completion(conn, batch_id, chunk) if by_completion else _ids(conn, batch_id, chunk)
     for ids in ordered:
         yield from _rows(conn, ids)
+
+
+def cut_off(conn: Connection, batch_id: str) -> list[str]:
+    """Ids of the batch's jobs whose answers a deadline cut off."""
+    query = (
+        select(Job.id)
+        .join(Result, and_(Result.job_id == Job.id, Result.choice == 0))
+        .where(Job.batch_id == batch_id, Job.state == JobState.SUCCEEDED, Result.finish_reason == "deadline")
+    )
+    return list(conn.scalars(query))
 
 
 def _ids(conn: Connection, batch_id: str, chunk: int) -> Iterator[list[str]]:
@@ -93,6 +104,7 @@ def _rows(conn: Connection, ids: Sequence[str]) -> Iterator[BatchRow]:
             Job.model,
             Job.error_type,
             Job.error_message,
+            Job.attempt,
             Result.job_id.label("result_of"),
             *RESULT_COLUMNS,
         )
@@ -112,4 +124,5 @@ def _rows(conn: Connection, ids: Sequence[str]) -> Iterator[BatchRow]:
             error_type=row.error_type,
             error_message=row.error_message,
             result=None if row.result_of is None else StoredResult.from_row(row),
+            attempt=row.attempt,
         )

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from sqlalchemy import Connection
 
-from backend.api import RequestError
+from backend.api import FinishReason, RequestError
 from models_db.batch_rows import BatchRow, iter_batch_rows
 from models_db.tables import JobState
 from workers.bulk_input import CarriedLine
 
+_OTHER_FORMATS = frozenset({".parquet", ".pq", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".xz", ".bz2", ".zip"})
 _ENDED_WITHOUT = {
     JobState.QUEUED: ("not_finished", "the job is still queued"),
     JobState.RUNNING: ("not_finished", "the job is still running"),
@@ -28,13 +30,21 @@ _ENDED_WITHOUT = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. ``without_extra`` counts lines whose own keys could not be found again."""
+    """What was written.
+
+    ``without_extra`` counts lines whose own keys could not be found again, ``cut_off`` errors that have a part of an
+    answer. ``reused`` answers were taken over; their tokens count in ``reused_tokens`` alone.
+    """
 
     results: int
     errors: int
     without_extra: int
     prompt_tokens: int
     completion_tokens: int
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    cut_off: int = 0
+    reused: int = 0
+    reused_tokens: int = 0
 
 
 LineWriter = Callable[[BatchRow, Mapping[str, Any]], dict[str, Any]]
@@ -49,7 +59,8 @@ def check_output(output: Path, source: Path | None = None) -> None:
     """Find out before the work whether the output can be written.
 
     Raises:
-        RequestError: its folder is missing or not writable, it is no plain file, or it is the input itself.
+        RequestError: its folder is missing or not writable, it is no plain file, is called like one of another format,
+            or is the input itself.
     """
 
     def refused(why: str, fix: str) -> RequestError:
@@ -62,6 +73,8 @@ def check_output(output: Path, source: Path | None = None) -> None:
         raise refused(f"needs the folder {folder}, which does not exist", f"Make it: mkdir -p {folder}")
     if output.is_dir():
         raise refused("is a folder", "Name a file in it")
+    if output.suffix.lower() in _OTHER_FORMATS:
+        raise refused("would hold JSON lines under a name that says otherwise", "Call it NAME.jsonl")
     targets = (output.resolve(), errors_path_for(output).resolve())
     for target in targets:
         # The finished file takes the place of what is there, and a device must not be lost to that.
@@ -112,7 +125,8 @@ def write_rows(
     """As ``export_batch``, into files that are open."""
     make = line or our_line
     counts = {True: 0, False: 0}
-    without_extra = prompt_tokens = completion_tokens = 0
+    reasons: Counter[str] = Counter()
+    without_extra = prompt_tokens = completion_tokens = cut_off = reused = reused_tokens = 0
     with ExitStack() as stack:
         extras: _Carried | _CarriedAnywhere | None = None
         if carried is not None:
@@ -120,22 +134,50 @@ def write_rows(
             stack.callback(extras.close)
         for row in iter_batch_rows(connection, batch_id, by_completion=by_completion):
             extra = extras.extra_of(row) if extras is not None else None
-            without_extra += extra is None and row.custom_id is not None
-            succeeded = row.result is not None and row.state is JobState.SUCCEEDED
+            without_extra += extras is not None and extra is None and row.custom_id is not None
+            answered = is_answered(row)
             if row.result is not None:
-                prompt_tokens += row.result.prompt_tokens
-                completion_tokens += row.result.completion_tokens
-            text = json.dumps(make(row, extra or {}), ensure_ascii=False)
-            (results if succeeded else errors).write(text + "\n")
-            counts[succeeded] += 1
-    return Exported(counts[True], counts[False], without_extra, prompt_tokens, completion_tokens)
+                reasons[row.result.finish_reason] += 1
+                cut_off += row.state is JobState.SUCCEEDED and not answered
+                if row.attempt:
+                    prompt_tokens += row.result.prompt_tokens
+                    completion_tokens += row.result.completion_tokens
+                else:
+                    reused += 1
+                    reused_tokens += row.result.completion_tokens
+            (results if answered else errors).write(_as_line(make(row, extra or {})))
+            counts[answered] += 1
+    return Exported(
+        counts[True],
+        counts[False],
+        without_extra,
+        prompt_tokens,
+        completion_tokens,
+        dict(reasons),
+        cut_off,
+        reused,
+        reused_tokens,
+    )
+
+
+def _as_line(made: Mapping[str, Any]) -> str:
+    text = json.dumps(made, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a bad line may carry half a character, which only an escape can name
+        text = json.dumps(made)
+    return text + "\n"
+
+
+def is_answered(row: BatchRow) -> bool:
+    """Whether the line has its whole answer: a part that a deadline left is none."""
+    done = row.result is not None and row.state is JobState.SUCCEEDED
+    return done and row.result is not None and row.result.finish_reason != FinishReason.DEADLINE
 
 
 def our_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
     """A line of ours, for the results or for the errors."""
-    if row.result is not None and row.state is JobState.SUCCEEDED:
-        return result_line(row, extra)
-    return error_line(row, extra)
+    return result_line(row, extra) if is_answered(row) else error_line(row, extra)
 
 
 def write_manifest(output: Path, manifest: Mapping[str, Any]) -> Path:
@@ -175,18 +217,32 @@ def result_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the errors file: which line it was, and what ended it."""
-    code, message = _ENDED_WITHOUT.get(row.state, ("failed", "the job failed"))
-    error = {"code": row.error_type or code, "message": row.error_message or message}
-    return {
+    """A line of the errors file: which line it was, what ended it, and the part of an answer that there may be."""
+    part = row.result
+    made = {
         "custom_id": row.custom_id,
         **extra,
         "line": row.position,
-        "state": str(row.state),
-        "error": error,
+        "state": str(state_of(row)),
+        "error": error_of(row),
         "model": row.model,
         "job_id": row.job_id,
     }
+    return made if part is None else made | {"text": part.text, "finish_reason": part.finish_reason}
+
+
+def state_of(row: BatchRow) -> JobState:
+    """How the line ended. A job whose answer a deadline cut off has succeeded, and its line has expired."""
+    return JobState.EXPIRED if row.state is JobState.SUCCEEDED and row.result is not None else row.state
+
+
+def error_of(row: BatchRow) -> dict[str, str]:
+    """What left the line without its answer."""
+    if row.state is JobState.SUCCEEDED and row.result is not None:
+        tokens = row.result.completion_tokens
+        return {"code": "deadline", "message": f"the deadline cut the answer off after {tokens:,} tokens"}
+    code, message = _ENDED_WITHOUT.get(row.state, ("failed", "the job failed"))
+    return {"code": row.error_type or code, "message": row.error_message or message}
 
 
 @contextmanager

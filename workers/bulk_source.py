@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from backend.api import ConfigurationError, RequestError
+from backend.api import RequestError
+from workers.bulk_files import STDIN, digest, open_input
 from workers.bulk_formats import Shape, check_shape, read_carried_rows, read_rows
 from workers.bulk_input import (
     BulkInputError,
@@ -23,13 +20,18 @@ from workers.bulk_input import (
     LineOptions,
     Validated,
     distinct,
+    is_field,
     validate,
 )
 from workers.payload import GeneratePayload
 
-_STDIN = "-"
-
 Order = Literal["input", "completion"]
+
+
+class InputGoneError(RequestError):
+    """The input of a batch is not what it was, or not there: its lines cannot be read again."""
+
+    code = "input_gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,12 @@ class BulkSource:
         """Read it back.
 
         Raises:
-            ConfigurationError: the batch was not made by ``bulk run``.
+            InputGoneError: the batch was not made by ``bulk run``.
         """
         try:
             return cls(**json.loads(text or ""))
         except (ValueError, TypeError):
-            raise ConfigurationError("this batch does not say which file it came from") from None
+            raise InputGoneError("this batch does not say which file it came from") from None
 
     def options(self) -> LineOptions:
         """How its lines are read."""
@@ -90,49 +92,50 @@ class BulkSource:
         """The unchanged input file.
 
         Raises:
-            ConfigurationError: it is gone or is not what it was.
+            InputGoneError: it is gone or is not what it was.
         """
-        if self.path == _STDIN:
-            raise ConfigurationError("the batch was read from standard input, which is gone")
-        try:
-            with open(self.path, "rb") as file:
-                if digest(file) != self.sha256:
-                    raise ConfigurationError(f"{self.path} has changed since the batch was made")
-                yield file
-        except OSError as error:
-            raise ConfigurationError(f"{self.path} cannot be read ({error.strerror})") from error
+        if self.path == STDIN:
+            raise InputGoneError("the batch was read from standard input, which is gone")
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(open_input(self.path))
+                present = digest(file)
+            except RequestError as error:
+                raise InputGoneError(str(error).removeprefix("INPUT: ")) from error
+            if present != self.sha256:
+                raise InputGoneError(f"{self.path} has changed since the batch was made")
+            yield file
 
 
-@contextmanager
-def open_input(path: str) -> Iterator[IO[bytes]]:
-    """The input, seekable; ``-`` is standard input, kept in a temporary file.
+def check_defaults(options: LineOptions, shape: Shape, names: Mapping[str, str]) -> None:
+    """Find out before any line is read whether each value for lines that do not say can be right for a line.
+
+    Args:
+        names: which option a field was given by, where it was not ``--param``.
 
     Raises:
-        RequestError: it cannot be read.
+        RequestError: names the option.
     """
-    if path == _STDIN:
-        with tempfile.TemporaryFile() as kept:
-            shutil.copyfileobj(sys.stdin.buffer, kept)
-            kept.seek(0)
-            yield kept
-        return
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise RequestError(
-            f"{path} cannot be read ({error.strerror})", field="INPUT", fix="Correct the path"
-        ) from error
-
-
-def digest(file: IO[bytes]) -> str:
-    """SHA-256 of the whole file, which is then at its beginning again."""
-    file.seek(0)
-    value = hashlib.sha256()
-    while block := file.read(1 << 20):
-        value.update(block)
-    file.seek(0)
-    return value.hexdigest()
+    ours = {"model": options.defaults.get("model"), "prompt": "x"}
+    for field_name, value in options.defaults.items():
+        # One by one: what values mean together depends on what lines say.
+        row = {**ours, field_name: value}
+        if field_name in ("messages", "token_ids"):
+            del row["prompt"]
+        if field_name == "min_tokens" and isinstance(value, int):
+            row["max_tokens"] = max(value, 1)
+        if field_name == "callback_include_output":
+            continue  # needs an address, which a line may have
+        if shape.format == "openai" and not is_field(field_name):
+            continue  # of bodies alone, which say themselves what they do not know
+        try:
+            payload = GeneratePayload.parse(row)
+            if options.check is not None:
+                options.check(payload)
+        except RequestError as error:
+            option = names.get(field_name, f"--param {field_name}")
+            why = str(error).removeprefix(f"{error.field}: ").removesuffix(f". {error.fix}")
+            raise RequestError(why, field=option, fix=error.fix) from None
 
 
 def validate_source(
@@ -145,25 +148,23 @@ def validate_source(
     order: Order = "input",
     reuse_days: float | None = None,
 ) -> tuple[BulkSource, Validated]:
-    """Check every line before anything starts. Bad ones become lines of the errors file.
+    """Check every line before anything starts. Bad ones become lines of the errors file, also where all are bad.
 
     Args:
         refuse_bad: nothing is started when a line is bad.
 
     Raises:
-        BulkInputError: names bad lines (the first few of many): all are bad, or ``refuse_bad``.
-        RequestError: the file holds no line, or does not fit the options.
+        BulkInputError: names bad lines (the first few of many), with ``refuse_bad``.
+        RequestError: the file does not fit the options.
     """
     shape = shape or Shape()
     check_shape(shape, file)
     sha256 = digest(file)
     found = validate(distinct(read_rows(file, shape, options)))
-    if found.num_errors and (refuse_bad or found.num_errors == found.lines):
+    if found.num_errors and refuse_bad:
         raise BulkInputError(path, found.errors, found.num_errors)
-    if not found.lines:
-        raise RequestError(f"{path} holds no line", field="INPUT", fix="Give one JSON object a line")
     source = BulkSource(
-        path=path if path == _STDIN else str(Path(path).absolute()),
+        path=path if path == STDIN else str(Path(path).absolute()),
         sha256=sha256,
         lines=found.lines,
         defaults=dict(options.defaults),

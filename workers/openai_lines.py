@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models_db.batch_rows import BatchRow
-from models_db.tables import JobState
-from workers.bulk_export import LineWriter
+from workers.bulk_export import LineWriter, error_of, is_answered
 from workers.serve.answers import CHAT, COMPLETION, Choice, Endpoint, whole
 
 
@@ -27,11 +26,10 @@ def openai_lines(created: int, endpoint: str = CHAT) -> LineWriter:
             "response": None,
             "error": None,
         }
-        if row.result is not None and row.state is JobState.SUCCEEDED:
+        if row.result is not None and is_answered(row):
             body = whole(kind, row.job_id, row.model, created, [Choice.of(row.result)])
             return made | {"response": {"status_code": 200, "request_id": row.job_id, "body": body}}
-        code = row.error_type or str(row.state)
-        message = row.error_message or f"the job is {row.state}"
-        return made | {"line": row.position, "error": {"code": code, "message": message}}
+        part = {} if row.result is None else {"text": row.result.text}
+        return made | {"line": row.position, "error": error_of(row)} | part
 
     return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -225,8 +226,13 @@ def test_a_changed_file_is_not_mixed_into_a_resumed_batch(
         run_batch(client, source, interrupt, in_flight=10)
     write(source, rows(61))
     done = bulk(fleet, "resume", stopped[0], "-o", tmp_path / "out.jsonl")
-    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert done.exit_code == ExitCode.USAGE
     assert "has changed since the batch was made" in done.stderr
+    assert f"tokenmill bulk cancel {stopped[0]}" in done.stderr
+    source.unlink()
+    done = bulk(fleet, "resume", stopped[0], "--no-wait")
+    assert done.exit_code == ExitCode.USAGE
+    assert "No such file" in done.stderr
 
 
 def test_a_batch_cancelled_while_it_is_fed_ends_with_nothing_left(client: Client, tmp_path: Path) -> None:
@@ -376,6 +382,9 @@ def test_ctrl_c_leaves_a_batch_that_can_be_cancelled_and_says_how(fleet: Demo, t
     assert "30 jobs cancelled" in cancelled.stdout
     shown = json.loads(bulk(fleet, "status", batch_id, "--json").stdout)
     assert shown["state"] == "cancelled"
+    assert shown["source"]["path"] == str(source)
+    again = bulk(fleet, "cancel", batch_id)
+    assert again.stdout == "Nothing to cancel: the batch has ended, as cancelled\n"
 
 
 # --------------------------------------------------------------------------------- other inputs, other endings
@@ -517,6 +526,9 @@ def test_unchanged_lines_of_another_night_are_not_run_again(fleet: Demo, tmp_pat
     assert [line["text"] for line in new[:2]] == [line["text"] for line in old[:2]]
     assert new[2]["text"] == "changed"
     assert {line["job_id"] for line in old}.isdisjoint(line["job_id"] for line in new)
+    assert "Taken over from earlier runs: 4 answers" in second.stderr
+    manifest = json.loads((tmp_path / "two.manifest.json").read_text())
+    assert (manifest["reused"], manifest["reused_tokens"], manifest["completion_tokens"]) == (4, 4, 2)
 
 
 def test_a_run_killed_at_any_moment_is_resumed_to_the_same_file(fleet: Demo, tmp_path: Path) -> None:
@@ -590,3 +602,86 @@ def test_lines_whose_own_keys_are_gone_are_counted_aloud(fleet: Demo, tmp_path: 
     assert (exported.results, exported.without_extra) == (3, 2)
     manifest = json.loads((tmp_path / "again.manifest.json").read_text())
     assert manifest["without_extra"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "failures"),
+    [
+        ("bad.jsonl", b"{oops\n[1]\n", 2),
+        ("bad.csv", b"prompt\ncaf\xe9\n", 1),
+        ("empty.jsonl", b"\n", 0),
+        ("empty.csv", b"", 0),
+        ("header.csv", b"id,prompt\n", 0),
+    ],
+)
+def test_a_file_of_which_nothing_can_run_ends_like_any_other(
+    fleet: Demo, tmp_path: Path, name: str, content: bytes, failures: int
+) -> None:
+    source, output = tmp_path / name, tmp_path / "out.jsonl"
+    source.write_bytes(content)
+    done = bulk(fleet, "run", source, "-o", output)
+    assert done.exit_code == (ExitCode.FAILED if failures else ExitCode.OK), done.output
+    assert (len(lines(output)), len(lines(errors_path_for(output)))) == (0, failures)
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert (manifest["state"], manifest["lines"], manifest["errors"]) == ("completed", failures, failures)
+    if not failures:
+        assert "there is nothing to run" in done.stderr
+
+
+def test_a_packed_file_is_read_and_resumed_like_a_plain_one(fleet: Demo, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
+    plain = write(tmp_path / "in.jsonl", [row | {"answer": n} for n, row in enumerate(rows(30))])
+    source.write_bytes(gzip.compress(plain.read_bytes()))
+    done = bulk(fleet, "run", source, "-o", output)
+    assert done.exit_code == 0, done.output
+    assert [line["answer"] for line in lines(output)] == list(range(30))
+    again = tmp_path / "again.jsonl"
+    assert bulk(fleet, "export", batch_id_of(done), "-o", again).exit_code == 0
+    assert again.read_bytes() == output.read_bytes()
+
+
+def test_bad_rows_keep_their_keys_and_nobody_calls_them_lost(fleet: Demo, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
+    source.write_bytes(b"id,prompt,max_tokens,answer\na,one,1,18\nb,two,many,19\nc,caf\xe9,1,20\n")
+    done = bulk(fleet, "run", source, "-o", output, "--id-column", "id")
+    assert done.exit_code == ExitCode.FAILED
+    assert "without the keys" not in done.stderr
+    bad = lines(errors_path_for(output))
+    assert [(line["custom_id"], line["line"], line["answer"]) for line in bad] == [
+        ("b", 2, "19"),
+        ("c", 3, "20"),
+    ]
+
+
+def test_once_all_lines_are_in_a_changed_file_costs_only_its_own_keys(fleet: Demo, tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", [rows(1)[0] | {"answer": 1}]), tmp_path / "out.jsonl"
+    done = bulk(fleet, "run", source, "-o", output)
+    write(source, rows(2))
+    again = bulk(fleet, "resume", batch_id_of(done), "-o", output)
+    assert again.exit_code == 0, again.output
+    assert "has changed since the batch was made: keys of the input are not carried through" in again.stderr
+    assert "answer" not in lines(output)[0]
+
+
+def test_answers_that_the_deadline_cuts_off_are_errors_and_run_again_when_asked(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"custom_id": "slow", "prompt": "a b c " * 20, "max_tokens": 60}])
+    output = tmp_path / "out.jsonl"
+    with echo_fleet(tmp_path / "slow", ENGINE_ECHO_TOKENS_PER_S="40") as slow:
+        done = bulk(slow, "run", source, "-o", output, "--deadline", "1s")
+        assert done.exit_code == ExitCode.FAILED, done.output
+        assert "Cut off by a deadline: 1 answer, which is in the errors file" in done.stderr
+        assert lines(output) == []
+        (cut,) = lines(errors_path_for(output))
+        assert (cut["state"], cut["error"]["code"], cut["finish_reason"]) == (
+            "expired",
+            "deadline",
+            "deadline",
+        )
+        assert cut["text"].startswith("a")
+        manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+        assert (manifest["cut_off"], manifest["finish_reasons"]) == (1, {"deadline": 1})
+        batch_id = batch_id_of(done)
+        assert "0 jobs" in bulk(slow, "retry-failed", batch_id).stderr
+        again = bulk(slow, "retry-failed", batch_id, "-o", output, "--also", "expired")
+        assert again.exit_code == 0, again.output
+        assert [line["completion_tokens"] for line in lines(output)] == [60]

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from backend.api import ConfigurationError, RequestError
+from backend.api import RequestError
 from workers.cli.bulk_work import (
     export_files,
     notice,
     print_batches,
     progress_dict,
+    reopened,
     report_files,
     runner_for,
     submit_only,
@@ -36,7 +37,11 @@ from workers.cli.common import (
 from workers.cli.durations import days_of, seconds_of
 
 if TYPE_CHECKING:
-    from workers.bulk_source import BulkSource
+    from collections.abc import Mapping
+
+    from sqlalchemy import Connection
+
+    from models_db.batches import BatchProgress
 
 app = group(cls=CommandGroup, help="Run files of prompts, watch them, and export their answers.")
 
@@ -71,7 +76,9 @@ def run(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="INPUT", help="JSONL, CSV or Parquet file; - reads standard input.", show_default=False
+            metavar="INPUT",
+            help="JSONL, CSV or Parquet file, plain or gzip; - reads standard input, which cannot be resumed.",
+            show_default=False,
         ),
     ],
     output: Annotated[
@@ -143,7 +150,9 @@ def run(
     deadline: Annotated[
         str | None,
         typer.Option(
-            "--deadline", help="What has not ended by then expires: 6h, 90m, 30s.", show_default=False
+            "--deadline",
+            help="What has not ended by then expires, and answers that it cuts off are errors: 6h, 90m, 30s.",
+            show_default=False,
         ),
     ] = None,
     order: Annotated[
@@ -153,7 +162,7 @@ def run(
         float | None,
         typer.Option(
             "--reuse-days",
-            help="Take over answers to unchanged lines that came within so many days.",
+            help="Take over answers to unchanged lines that came within so many days, of runs with this option.",
             show_default=False,
         ),
     ] = None,
@@ -181,8 +190,9 @@ def run(
     carried through to the output. OpenAI's batch lines are taken as they are and answered in their own form. The
     rows of a CSV or Parquet file become prompts by --template.
 
-    Every line is checked before anything starts. A bad line becomes one line of the errors file. A prompt is
-    sent as one user message through the model's chat template; --no-chat sends it as raw text to continue.
+    Every line is checked before anything starts. A bad line becomes one line of the errors file, also where all are
+    bad; a file without a line gives empty files. A prompt is sent as one user message through the model's chat
+    template; --no-chat sends it as raw text to continue.
     Exits with 1 when any line failed.
 
     [bold]Examples[/bold]
@@ -200,6 +210,7 @@ def run(
     settings = settings_from(broker_url=broker_url, database_url=database_url)
     from workers import bulk_source
     from workers.bulk_export import check_output
+    from workers.bulk_files import open_input
     from workers.bulk_formats import FORMATS, Shape, guess_format
     from workers.bulk_input import LineOptions
     from workers.callbacks.wanted import new_callback
@@ -224,7 +235,8 @@ def run(
         limit=limit,
         check=lambda payload: payload.check_limits(settings),
     )
-    with Client(settings) as client, bulk_source.open_input(source) as file:
+    named = {key: f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None}
+    with Client(settings) as client, open_input(source) as file:
         client.engine()  # before the file is read: a missing database is the quicker error
         kind = input_format or guess_format(source, file)
         shape = Shape(
@@ -233,6 +245,7 @@ def run(
             system=system,
             id_column=id_column,
         )
+        bulk_source.check_defaults(options, shape, named)
         made, found = bulk_source.validate_source(
             source,
             file,
@@ -244,10 +257,14 @@ def run(
         )
         if found.extra_keys and shape.format != "openai":
             notice(f"Carried through to the output unchanged: {', '.join(sorted(found.extra_keys))}.")
+        if not found.lines:
+            nothing = "no row below its header" if shape.is_table else "no line"
+            notice(f"{source} holds {nothing}: there is nothing to run.")
         if found.num_errors:
             first = found.errors[0]
             notice(
-                f"{found.num_errors:,} bad lines go to the errors file, the first: line {first.line}: {first.message}"
+                f"{found.num_errors:,} bad {'line goes' if found.num_errors == 1 else 'lines go'} to the errors file, "
+                f"the first: {'row' if shape.is_table else 'line'} {first.line}: {first.message}"
             )
         with Interruptible() as signals:
             runner, show = runner_for(client, in_flight, signals)
@@ -277,7 +294,7 @@ def resume(
     """Go on with a batch whose bulk run was stopped: feed the lines that are not in yet, watch, and export.
 
     Jobs that have ended are not run again, and the files come out as those of an undisturbed run. The input file
-    must be where it was, unchanged.
+    must be where it was, unchanged; once all of its lines are in, a changed one only costs the keys carried through.
 
     [bold]Examples[/bold]
 
@@ -286,9 +303,7 @@ def resume(
       tokenmill bulk resume 0199f0c2-… --no-wait
     """
     settings = settings_from(broker_url=broker_url, database_url=database_url)
-    from models_db.tables import BatchState
     from workers.bulk_export import check_output
-    from workers.bulk_source import BulkSource
     from workers.client import Client
     from workers.interrupt import Interruptible
 
@@ -299,20 +314,12 @@ def resume(
     with Client(settings) as client, Interruptible() as signals:
         runner, show = runner_for(client, in_flight, signals)
         progress = runner.progress(batch_id)
-        made: BulkSource | None = None
-        try:
-            made = BulkSource.from_json(progress.source)
-            with made.reopen() as file:
-                if not wait:
-                    submit_only(runner, batch_id, made, file)
-                    return
-                assert output is not None
-                work(client, runner, show, batch_id, made, file, output)
-        except ConfigurationError as error:
-            if progress.state is BatchState.VALIDATING or output is None:
-                raise  # not all of its lines are in, and only the file has the rest
-            notice(f"{error}: keys of the input are not carried through.")
-            work(client, runner, show, batch_id, made, None, output)
+        with reopened(progress) as (made, file):
+            if not wait:
+                submit_only(runner, batch_id, made, file)
+                return
+            assert output is not None
+            work(client, runner, show, batch_id, made, file, output)
 
 
 @app.command()
@@ -361,17 +368,25 @@ def cancel(batch_id: BatchArgument, database_url: DatabaseOption = None) -> None
 
       tokenmill bulk cancel 0199f0c2-…
     """
-    from models_db.batches import finish_batch_if_done, request_cancel_batch
+    from models_db.batches import batch_progress, finish_batch_if_done, request_cancel_batch
+    from models_db.errors import UnknownBatchError
     from models_db.session import transaction
     from models_db.tables import JobState
 
+    def end(conn: Connection) -> tuple[BatchProgress, Mapping[JobState, int]]:
+        before = batch_progress(conn, batch_id)
+        if before is None:
+            raise UnknownBatchError(batch_id)
+        return before, request_cancel_batch(conn, batch_id)
+
     with database(settings_from(database_url=database_url)) as engine:
-        counts = transaction(engine, lambda conn: request_cancel_batch(conn, batch_id))
+        before, counts = transaction(engine, end)
         transaction(engine, lambda conn: finish_batch_if_done(conn, batch_id))
-    running = counts.get(JobState.RUNNING, 0)
-    typer.echo(
-        f"{counts.get(JobState.CANCELLED, 0):,} jobs cancelled, {running:,} still running are told to end"
-    )
+    if before.state.terminal:
+        typer.echo(f"Nothing to cancel: the batch has ended, as {before.state}")
+        return
+    cancelled = counts[JobState.CANCELLED] - before.counts[JobState.CANCELLED]
+    typer.echo(f"{cancelled:,} jobs cancelled, {counts[JobState.RUNNING]:,} still running are told to end")
 
 
 @app.command("retry-failed")
@@ -379,7 +394,10 @@ def retry_failed(
     batch_id: BatchArgument,
     output: LaterOutput = None,
     also: Annotated[
-        list[str] | None, typer.Option("--also", help="Other ends to run again, too: cancelled, expired.")
+        list[str] | None,
+        typer.Option(
+            "--also", help="Other ends to run again, too: cancelled, or expired with what a deadline cut off."
+        ),
     ] = None,
     in_flight: InFlightOption = 1000,
     broker_url: BrokerOption = None,
@@ -394,11 +412,10 @@ def retry_failed(
       tokenmill bulk retry-failed 0199f0c2-… -o out.jsonl
     """
     settings = settings_from(broker_url=broker_url, database_url=database_url)
-    from models_db import jobs
+    from models_db import batch_rows, jobs
     from models_db.session import transaction
     from models_db.tables import JobState
     from workers.bulk_export import check_output
-    from workers.bulk_source import BulkSource
     from workers.client import Client
     from workers.interrupt import Interruptible
 
@@ -408,21 +425,23 @@ def retry_failed(
     states += [JobState(one_of(each, ("cancelled", "expired"), "--also")) for each in also or []]
     with Client(settings) as client, Interruptible() as signals:
         runner, show = runner_for(client, in_flight, signals)
-        progress = runner.progress(batch_id)
-        again = transaction(
-            client.engine(), lambda conn: jobs.retry_failed(conn, batch_id=batch_id, states=states)
-        )
+        runner.progress(batch_id)  # is there one
+
+        def queue_again(conn: Connection) -> list[str]:
+            again = jobs.retry_failed(conn, batch_id=batch_id, states=states)
+            if JobState.EXPIRED in states:
+                again += jobs.retry_failed(
+                    conn, ids=batch_rows.cut_off(conn, batch_id), states=[JobState.SUCCEEDED]
+                )
+            return again
+
+        again = transaction(client.engine(), queue_again)
         notice(f"{len(again):,} jobs of batch {batch_id} are queued again.")
         runner.republish(batch_id)
         if output is None:
             return
-        try:
-            made = BulkSource.from_json(progress.source)
-            with made.reopen() as file:
-                work(client, runner, show, batch_id, made, file, output)
-        except ConfigurationError as error:
-            notice(f"{error}: keys of the input are not carried through.")
-            work(client, runner, show, batch_id, None, None, output)
+        with reopened(runner.progress(batch_id)) as (made, file):
+            work(client, runner, show, batch_id, made, file, output)
 
 
 @app.command()
@@ -441,7 +460,6 @@ def export(
     from models_db.errors import UnknownBatchError
     from models_db.session import reading
     from workers.bulk_export import check_output
-    from workers.bulk_source import BulkSource
 
     check_output(output)
     with database(settings_from(database_url=database_url)) as engine:
@@ -449,13 +467,8 @@ def export(
             progress = batch_progress(connection, batch_id)
         if progress is None:
             raise UnknownBatchError(batch_id)
-        try:
-            made = BulkSource.from_json(progress.source)
-            with made.reopen() as file:
-                exported = export_files(engine, progress, made, file, output)
-        except ConfigurationError as error:
-            notice(f"{error}: keys of the input are not carried through.")
-            exported = export_files(engine, progress, None, None, output)
+        with reopened(progress, needed=False) as (made, file):
+            exported = export_files(engine, progress, made, file, output)
     report_files(output, exported.results, exported.errors)
     if exported.errors:
         raise typer.Exit(ExitCode.FAILED)

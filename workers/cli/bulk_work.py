@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
@@ -66,17 +67,60 @@ def _say_waiting(error: TenantLimitError) -> None:
     notice(f"The rest of the file waits: {error}")
 
 
-def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource, file: Any) -> None:
+@contextmanager
+def reopened(
+    progress: BatchProgress, *, needed: bool = True
+) -> Iterator[tuple[BulkSource | None, IO[bytes] | None]]:
+    """What a batch was made of, and its input, which may be gone once all of its lines are in, or if not ``needed``.
+
+    Raises:
+        RequestError: it is gone, and some lines are not in.
+    """
+    from backend.api import RequestError
+    from models_db.tables import BatchState
+    from workers.bulk_source import BulkSource, InputGoneError
+
+    made: BulkSource | None = None
+    file: IO[bytes] | None = None
+    with ExitStack() as stack:
+        try:
+            made = BulkSource.from_json(progress.source)
+            file = stack.enter_context(made.reopen())
+        except InputGoneError as error:
+            if needed and progress.state is BatchState.VALIDATING:
+                raise RequestError(
+                    f"{error}, and not all of its lines are in",
+                    field="INPUT",
+                    fix=f"Put back what it was, or give it up: tokenmill bulk cancel {progress.id}",
+                ) from None
+            notice(f"{error}: keys of the input are not carried through.")
+        yield made, file
+
+
+def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource | None, file: IO[bytes] | None) -> None:
     """Make jobs of all lines and leave; the id alone goes to standard output, for scripts."""
-    began, already = time.monotonic(), runner.progress(batch_id).inserted
-    try:
-        runner.feed(batch_id, made, file, bounded=False)
-    except KeyboardInterrupt:
-        notice(f"\nStopped half-way. Submit the rest: tokenmill bulk resume {batch_id} --no-wait")
-        raise
-    notice(f"Submitted {speed(made.lines - already, time.monotonic() - began)}.")
+    if made is not None and file is not None:
+        began, already = time.monotonic(), runner.progress(batch_id).inserted
+        try:
+            runner.feed(batch_id, made, file, bounded=False)
+        except KeyboardInterrupt:
+            fix = f"Submit the rest: tokenmill bulk resume {batch_id} --no-wait"
+            if _is_lost(made):
+                fix = (
+                    f"Standard input cannot be read again. Give up the rest: tokenmill bulk cancel {batch_id}"
+                )
+            notice(f"\nStopped half-way. {fix}")
+            raise
+        notice(f"Submitted {speed(made.lines - already, time.monotonic() - began)}.")
     notice(f"Wait and write the answers: tokenmill bulk resume {batch_id} -o OUT.jsonl")
     typer.echo(batch_id)
+
+
+def _is_lost(made: BulkSource | None) -> bool:
+    """Whether the input cannot be read again."""
+    from workers.bulk_files import STDIN
+
+    return made is not None and made.path == STDIN
 
 
 def work(
@@ -85,13 +129,13 @@ def work(
     show: Shown,
     batch_id: str,
     made: BulkSource | None,
-    file: Any,
+    file: IO[bytes] | None,
     output: Path,
 ) -> None:
     """Feed, watch, export; ends with the exit status that the outcome calls for."""
     from workers.progress import duration, reporter
 
-    began = time.monotonic()
+    began, before = time.monotonic(), runner.progress(batch_id)
     try:
         with reporter(errors(), "bulk") as shown:
             show.to = shown
@@ -105,21 +149,33 @@ def work(
             f"  tokenmill bulk status {batch_id}\n"
             f"  tokenmill bulk cancel {batch_id}"
         )
+        if _is_lost(made):
+            notice("Standard input cannot be read again: of what is not in yet, nothing will run.")
         raise
     elapsed = time.monotonic() - began
     exported = export_files(client.engine(), progress, made, file, output)
+    # A rate is of what was watched from its beginning.
+    rate = "" if before.done else f" ({exported.completion_tokens / max(elapsed, 1e-9):,.0f} tok/s)"
     notice(
-        f"{progress.state}: {progress.done:,} jobs, {progress.prompt_tokens:,} prompt and "
-        f"{progress.completion_tokens:,} new tokens in {duration(elapsed)} "
-        f"({progress.completion_tokens / max(elapsed, 1e-9):,.0f} tok/s)."
+        f"{progress.state}: {progress.done:,} jobs, {exported.prompt_tokens:,} prompt and "
+        f"{exported.completion_tokens:,} new tokens in {duration(elapsed)}{rate}."
     )
+    if exported.reused:
+        notice(f"Taken over from earlier runs: {_answers(exported.reused)}, whose tokens are not counted.")
+    if exported.cut_off:
+        are = "which is" if exported.cut_off == 1 else "which are"
+        notice(f"Cut off by a deadline: {_answers(exported.cut_off)}, {are} in the errors file.")
     report_files(output, exported.results, exported.errors)
     if exported.errors or (progress.total is not None and progress.done < progress.total):
         raise typer.Exit(ExitCode.FAILED)
 
 
+def _answers(count: int) -> str:
+    return "1 answer" if count == 1 else f"{count:,} answers"
+
+
 def export_files(
-    engine: Engine, progress: BatchProgress, made: BulkSource | None, file: Any, output: Path
+    engine: Engine, progress: BatchProgress, made: BulkSource | None, file: IO[bytes] | None, output: Path
 ) -> Exported:
     """Write answers, errors and manifest."""
     from models_db.session import reading
@@ -165,6 +221,10 @@ def _manifest(progress: BatchProgress, made: BulkSource | None, exported: Export
         "counts": {str(state): count for state, count in progress.counts.items()},
         "results": exported.results,
         "errors": exported.errors,
+        "finish_reasons": exported.finish_reasons,
+        "cut_off": exported.cut_off,
+        "reused": exported.reused,
+        "reused_tokens": exported.reused_tokens,
         "without_extra": exported.without_extra if made is not None else None,
         "prompt_tokens": exported.prompt_tokens,
         "completion_tokens": exported.completion_tokens,
@@ -195,12 +255,11 @@ def snapshot_of(progress: BatchProgress) -> Snapshot:
 
 def tenant_of(progress: BatchProgress) -> str | None:
     """For whom the lines are that do not say."""
-    from backend.api import ConfigurationError
-    from workers.bulk_source import BulkSource
+    from workers.bulk_source import BulkSource, InputGoneError
 
     try:
         tenant = BulkSource.from_json(progress.source).defaults.get("tenant")
-    except ConfigurationError:  # another way of making batches
+    except InputGoneError:  # another way of making batches
         return None
     return tenant if isinstance(tenant, str) else None
 
@@ -209,10 +268,19 @@ def progress_dict(progress: BatchProgress) -> dict[str, Any]:
     from dataclasses import asdict
 
     shown = asdict(progress) | {"done": progress.done, "tenant": tenant_of(progress)}
+    shown["source"] = _as_object(progress.source)
     shown["counts"] = {str(state): count for state, count in progress.counts.items()}
     for name in ("created_at", "finished_at", "deadline_at"):
         shown[name] = None if shown[name] is None else shown[name].isoformat()
     return shown
+
+
+def _as_object(source: str | None) -> Any:
+    """What the batch was made of, as JSON where it is."""
+    try:
+        return json.loads(source or "null")
+    except ValueError:
+        return source
 
 
 def print_batches(found: list[BatchProgress]) -> None:
