@@ -23,14 +23,15 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from celery.utils.log import get_logger
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from models_db.base import utcnow
 from models_db.dead_letters import NewDeadLetter, store_dead_letters
-from models_db.deaths import Burial, bury
+from models_db.deaths import SUSPECT_DEATHS, Burial, bury
 from models_db.jobs import stored_messages
 from models_db.records import StoredMessage
 from models_db.sweeping import mark_republished, queued_count, queued_page
+from models_db.tables import Job
 from workers.actor import Action, Actor
 from workers.queues import LOST, QueueView
 from workers.stored import has_links
@@ -91,6 +92,11 @@ class Sweeper:
         self._keeping = False
         self._next_count = self._next_scan = clock()
         self._redis_away = False
+        self._asked: dict[int, float] = {}  # what the database has not answered yet, with when it was asked
+        self._questions = itertools.count()
+        self._unpublished: dict[
+            str, bool
+        ] = {}  # jobs whose publication failed, with whether only for their links
 
     # -------------------------------------------------------------------------------------- called from anywhere
 
@@ -133,7 +139,7 @@ class Sweeper:
         for worker_id in worker_ids:
             if worker_id not in self._burying:
                 self._burying.add(worker_id)
-                self._actor.when(self._store.call(_burial(worker_id)), partial(self._on_buried, worker_id))
+                self._ask(_burial(worker_id), partial(self._on_buried, worker_id))
 
     def _on_buried(self, worker_id: str, future: Future[Burial]) -> None:
         self._burying.discard(worker_id)
@@ -156,12 +162,15 @@ class Sweeper:
     def _fetch(self, job_ids: Sequence[str], *, only_linked: bool = False) -> None:
         for start in range(0, len(job_ids), _PUBLISH):
             self._fetching += 1
-            work = partial(stored_messages, ids=job_ids[start : start + _PUBLISH])
-            self._actor.when(self._store.call(work), partial(self._on_fetched, only_linked))
+            ids = job_ids[start : start + _PUBLISH]
+            work = partial(_messages_of, ids=ids, only_where_needed=only_linked)
+            self._ask(work, partial(self._on_fetched, ids, only_linked))
 
-    def _on_fetched(self, only_linked: bool, future: Future[dict[str, StoredMessage]]) -> None:
+    def _on_fetched(
+        self, ids: Sequence[str], only_linked: bool, future: Future[Sequence[StoredMessage]]
+    ) -> None:
         try:
-            self._publish_fetched(only_linked, future)
+            self._publish_fetched(ids, only_linked, future)
         finally:
             self._fetching -= 1
             if not self._fetching and self._idle is not None:
@@ -173,12 +182,22 @@ class Sweeper:
         else:
             tell()
 
-    def _publish_fetched(self, only_linked: bool, future: Future[dict[str, StoredMessage]]) -> None:
-        if error := future.exception():
-            logger.error("Messages cannot be read to be published again: %r", error)
-            return
-        stored = future.result().values()
-        self._publish([entry for entry in stored if not only_linked or has_links(entry.message)])
+    def _publish_fetched(
+        self, ids: Sequence[str], only_linked: bool, future: Future[Sequence[StoredMessage]]
+    ) -> None:
+        error = future.exception()
+        if error is not None:
+            logger.error("Messages cannot be read to be published again; tried again later: %r", error)
+        if error is not None or not self._publish(future.result()):
+            # Of jobs that have ended nobody else makes a delivery, and who waits for Celery's result waits for that.
+            self._unpublished.update(dict.fromkeys(ids, only_linked))
+
+    def _publish_again(self) -> None:
+        waiting, self._unpublished = self._unpublished, {}
+        for only_linked in (False, True):
+            self._fetch(
+                [job_id for job_id, only in waiting.items() if only is only_linked], only_linked=only_linked
+            )
 
     def _publish(self, stored: Sequence[StoredMessage]) -> bool:
         messages = [entry.message for entry in stored if entry.message is not None]
@@ -188,6 +207,12 @@ class Sweeper:
 
     def _tick(self) -> None:
         self._actor.after(_PERIOD_S, self._tick)
+        if any(self._clock() - at > _LEASE_S for at in self._asked.values()):
+            # Cut off from the database: let the lease go to a worker that can do something with it.
+            self._forget()
+            return
+        if self._unpublished:
+            self._publish_again()
         if not self._with_redis(partial(self._view.elect, self._worker_id, _LEASE_S)):
             self._forget()
             return
@@ -197,8 +222,7 @@ class Sweeper:
         if self._counting or now < self._next_count:
             return
         self._counting = True
-        counting = self._store.call(partial(queued_count, queue=self._queue))
-        self._actor.when(counting, partial(self._on_count, now))
+        self._ask(partial(queued_count, queue=self._queue), partial(self._on_count, now))
 
     def _on_count(self, began: float, future: Future[int]) -> None:
         self._counting = False
@@ -228,10 +252,10 @@ class Sweeper:
             self._forget()
         else:
             self._next_scan = began + (self._clock() - began) / _SCAN_SHARE
-            self._actor.when(self._page(""), partial(self._on_page, held, {}))
+            self._ask(self._page(""), partial(self._on_page, held, {}))
 
-    def _page(self, after: str) -> Future[list[tuple[str, datetime | None]]]:
-        return self._store.call(partial(queued_page, queue=self._queue, after=after, limit=_PAGE))
+    def _page(self, after: str) -> Callable[[Connection], list[tuple[str, datetime | None]]]:
+        return partial(queued_page, queue=self._queue, after=after, limit=_PAGE)
 
     def _on_page(
         self,
@@ -245,7 +269,7 @@ class Sweeper:
         page = future.result()
         found |= {job_id: published_at for job_id, published_at in page if job_id not in held}
         if len(page) == _PAGE:
-            self._actor.when(self._page(page[-1][0]), partial(self._on_page, held, found))
+            self._ask(self._page(page[-1][0]), partial(self._on_page, held, found))
             return
         unseen = object()
         lost = {job_id: at for job_id, at in found.items() if self._missing.get(job_id, unseen) == at}
@@ -253,8 +277,7 @@ class Sweeper:
         ids = sorted(lost)
         for start in range(0, len(ids), _PUBLISH):
             some = {job_id: lost[job_id] for job_id in ids[start : start + _PUBLISH]}
-            marking = self._store.call(partial(mark_republished, seen=some))
-            self._actor.when(marking, self._on_marked)
+            self._ask(partial(mark_republished, seen=some), self._on_marked)
 
     def _on_marked(self, future: Future[list[StoredMessage]]) -> None:
         if future.exception() is None and future.result() and self._publish(future.result()):
@@ -271,7 +294,7 @@ class Sweeper:
         if letters:
             self._keeping = True
             work = partial(store_dead_letters, letters=[NewDeadLetter(**json.loads(it)) for it in letters])
-            self._actor.when(self._store.call(work), partial(self._on_kept, letters))
+            self._ask(work, partial(self._on_kept, letters))
 
     def _on_kept(self, letters: Sequence[bytes], future: Future[None]) -> None:
         self._keeping = False
@@ -282,6 +305,17 @@ class Sweeper:
                 return
 
     # ------------------------------------------------------------------------------------------------- internals
+
+    def _ask(self, work: Callable[[Connection], T], answered: Callable[[Future[T]], None]) -> None:
+        """Have the database thread do this, and go on with what it says."""
+        number = next(self._questions)
+        self._asked[number] = self._clock()
+
+        def on_answer(future: Future[T]) -> None:
+            del self._asked[number]
+            answered(future)
+
+        self._actor.when(self._store.call(work), on_answer)
 
     def _with_redis(self, work: Callable[[], T], *, done: Any = None) -> T | Any | None:
         """What ``work`` returns (``done`` where that is nothing), or ``None`` while Redis is away."""
@@ -310,3 +344,12 @@ def _burial(worker_id: str) -> Callable[[Connection], Burial]:
         return bury(conn, worker_id, now=now, replay=next(tries) > 0)
 
     return work
+
+
+def _messages_of(conn: Connection, ids: Sequence[str], only_where_needed: bool) -> list[StoredMessage]:
+    """The messages of these jobs. Where needed: to run links, or because the job ran without a delivery."""
+    stored = stored_messages(conn, ids)
+    if not only_where_needed:
+        return list(stored.values())
+    suspects = set(conn.scalars(select(Job.id).where(Job.id.in_(ids), Job.deaths >= SUSPECT_DEATHS)))
+    return [entry for job_id, entry in stored.items() if job_id in suspects or has_links(entry.message)]

@@ -14,6 +14,7 @@ from kombu import Connection
 from sqlalchemy import Connection as SqlConnection
 from sqlalchemy import Engine, update
 
+from models_db.base import utcnow
 from models_db.claims import ClaimItem, claim
 from models_db.dead_letters import list_dead_letters
 from models_db.deaths import SUSPECT_DEATHS
@@ -21,7 +22,8 @@ from models_db.jobs import insert_jobs, mark_published
 from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
-from models_db.tables import Job
+from models_db.tables import Job, JobState
+from models_db.transitions import end_jobs
 from models_db.workers import NewWorker, register_worker
 from tests.fleet.fleet import RedisServer
 from tests.messages import build_message, publish
@@ -234,6 +236,46 @@ def test_sweeping_waits_while_redis_or_the_database_is_away(place: Place) -> Non
     place.pass_time(5, lost, sweeper)
     assert place.listed() == ids
     view.close()
+
+
+class Silent:
+    """The database thread of a worker that is cut off from its database."""
+
+    def call(self, work: Callable[[Any], Any]) -> Future[Any]:
+        return Future()
+
+
+def test_a_worker_without_its_database_does_not_keep_others_from_sweeping(place: Place) -> None:
+    view = QueueView(lambda: Connection(place.server.url), QUEUE)
+    place.views.append(view)
+    cut_off = Sweeper(Silent(), view, "cut off", QUEUE, clock=lambda: place.seconds)
+    cut_off.begin()
+    place.pass_time(1, cut_off)
+    well = place.sweeper("well")
+    ids = place.accept(2, published=False)
+    lease = f"tokenmill.sweeper.{QUEUE}"
+    assert place.redis.get(lease) == b"cut off"
+    place.pass_time(5, cut_off, well)
+    place.redis.delete(lease)  # its time is Redis's own
+    place.pass_time(1, cut_off)
+    assert place.redis.get(lease) is None, "it does not take it again"
+    place.pass_time(4, cut_off, well)
+    assert place.listed() == ids
+
+
+def test_an_end_that_could_not_be_announced_is_announced_later(place: Place) -> None:
+    (job_id,) = place.accept(1, published=False)
+    with place.engine.begin() as conn:
+        end_jobs(conn, [job_id], JobState.CANCELLED, utcnow())
+    sweeper = place.sweeper()
+    view = place.views[-1]
+    reachable, view._connect = view._connect, lambda: Connection("redis://127.0.0.1:1/0")
+    sweeper.announce([job_id])
+    place.pass_time(2, sweeper)
+    assert place.listed() == []
+    view._connect = reachable
+    place.pass_time(2, sweeper)
+    assert place.listed() == [job_id]
 
 
 def test_dead_letters_go_into_the_table(place: Place) -> None:
