@@ -1,7 +1,7 @@
 """``make chaos``: every fault by itself and a short combined run, or (``--minutes``) a long combined run.
 
-The last line is ``chaos: jobs=… lost=0 double=0 duplicates=… unacked=0 recovery_max_s=…``; the exit code is 0 only
-when nothing was lost, nothing ended twice, nothing stayed unacknowledged and every answer was right.
+The last line is ``chaos: jobs=… lost=0 double=0 duplicates=… unacked=0 recovery_max_s=… blamed=…``; the exit code is
+0 only when nothing was lost, nothing ended twice, nothing stayed unacknowledged and every answer was right.
 """
 
 from __future__ import annotations
@@ -92,10 +92,8 @@ def report(verdict: Verdict, seed: int) -> None:
     tell(
         "attempts: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(verdict.attempts.items()))
     )
-    if verdict.blamed:
-        tell(
-            f"{verdict.blamed} jobs failed because two workers were killed, by us, while they ran the job alone"
-        )
+    for job_id, why in verdict.blamed.items():
+        tell(f"blamed though innocent: job {job_id}: {why}")
     for worker, count in verdict.tracebacks.items():
         tell(f"{worker}: {count} tracebacks in its log")
     for complaint in verdict.complaints():

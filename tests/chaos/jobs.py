@@ -24,6 +24,7 @@ class Expected:
 
     text: str | None
     states: frozenset[str] = ENDED_WELL
+    kills: bool = False  # meant to end the process that runs it
 
     def complaint(self, state: str, text: str | None) -> str | None:
         """What is wrong with this end, if anything."""

@@ -9,25 +9,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, text, update
 
 from models_db.base import utcnow
+from models_db.claims import ClaimItem, claim
+from models_db.deaths import bury
 from models_db.migrate import upgrade
 from models_db.session import make_engine
 from models_db.tables import Job, JobState
 from tests.chaos import witness
+from tests.chaos.backends import POISON
 from tests.chaos.clocks import NoClockShiftError, shifted
-from tests.chaos.jobs import CANCELLABLE, Expected, echo
+from tests.chaos.jobs import CANCELLABLE, FAILS, Expected, echo
 from tests.chaos.plan import FAULTS, make_plan
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Fault, Kill, Timeline
-from tests.chaos.verdict import Verdict, add_figures, line
+from tests.chaos.verdict import Verdict, add_figures, killed_alone, line
 from tests.chaos.witness import Change
+from tests.chaos.world import world
+from tests.db.helpers import add_workers
 from tests.fleet.conftest import KINDS
 from tests.servers import Kind, ServerUnavailableError, fresh_database_url, skip_or_fail
+from workers.client import Submission
+from workers.payload import GeneratePayload
 
 pytestmark = pytest.mark.chaos
 
@@ -122,8 +130,9 @@ def test_the_line_adds_runs_up_and_a_wrong_answer_fails() -> None:
     good, bad = Verdict(jobs=3, duplicates=2), Verdict(jobs=1, lost={"x": "is queued"}, unacked=1)
     assert good.ok
     total = add_figures([good.figures() | {"recovery_max_s": 7.26}, bad.figures(), good.figures()])
-    assert line(total) == "chaos: jobs=7 lost=1 double=0 duplicates=4 unacked=1 recovery_max_s=7.3"
-    assert line(good.figures()).endswith("recovery_max_s=none")
+    assert line(total) == "chaos: jobs=7 lost=1 double=0 duplicates=4 unacked=1 recovery_max_s=7.3 blamed=0"
+    assert line(good.figures()).endswith("recovery_max_s=none blamed=0")
+    assert line(Verdict(blamed={"x": "alone"}).figures()).endswith("blamed=1")
     for wrong in (
         bad,
         Verdict(double={"x": []}),
@@ -227,3 +236,41 @@ def test_a_shifted_wall_clock_leaves_the_monotonic_one(tmp_path: Path) -> None:
     assert abs(wall - (time.time() - 3600)) < 60
     assert abs(dated - wall) < 5
     assert abs(monotonic - time.monotonic()) < 60
+
+
+def test_only_being_all_that_a_killed_worker_ran_explains_the_blame() -> None:
+    attempts = [
+        ("alone", "killed-1", "lost"),
+        ("alone", "killed-2", "open"),
+        ("alone", "killed-3", "lost"),
+        ("beside", "killed-3", "lost"),
+        ("alone", "died-by-itself", "lost"),
+        ("ended", "killed-2", "succeeded"),  # before the kill
+        ("alone", "killed-4", "released"),
+    ]
+    harmed = {"killed-1", "killed-2", "killed-3", "killed-4"}
+    assert killed_alone(attempts, harmed) == {"alone": 2}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "times_alone", "verdict"),
+    [("fine words", 2, "blamed"), ("fine words", 1, "wrong"), (POISON, 0, "fine")],
+)
+def test_an_innocent_that_is_blamed_fails_the_run_unless_we_made_it_look_guilty(
+    tmp_path: Path, prompt: str, times_alone: int, verdict: str
+) -> None:
+    with world(tmp_path, "sqlite") as made:
+        states = FAILS if prompt == POISON else None
+        (job_id,) = made.submit([{"prompt": prompt, "max_tokens": 3}], states=states)
+        made.redis.client.flushdb()
+        for number in range(2):
+            add_workers(made.engine, f"w{number}", pid=number, model="echo")
+            with made.engine.begin() as conn:
+                (job,) = made.client.new_jobs([Submission(GeneratePayload(model="echo", prompt="x"))])
+                claim(conn, [ClaimItem(replace(job, id=job_id))], f"w{number}")
+                bury(conn, f"w{number}")
+        made.harmed = set(range(times_alone))
+        found = made.finish(stop=False)
+    assert found.ok is (verdict != "wrong"), found.complaints()
+    assert set(found.blamed) == ({job_id} if verdict == "blamed" else set())
+    assert set(found.wrong) == ({job_id} if verdict == "wrong" else set())

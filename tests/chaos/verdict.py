@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -63,9 +63,9 @@ class Verdict:
     attempts: dict[str, int] = field(default_factory=dict)  # by outcome
     recoveries: list[Recovery] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
-    # Failed, because two workers died while they ran the job alone: but it was us who killed them. Nobody can tell
-    # that from a prompt that kills; told, not judged.
-    blamed: int = 0
+    # Innocent, and failed all the same, with the reason: we killed ``SOLO_LIMIT`` workers each of which ran this job
+    # and nothing else. Nobody can tell that from a prompt that kills. Counted; any other innocent that fails is wrong.
+    blamed: dict[str, str] = field(default_factory=dict)
     tracebacks: dict[str, int] = field(default_factory=dict)  # by worker; told, not judged
     tally: Tally = field(default_factory=Tally)  # of a combined run; told, not judged
 
@@ -111,15 +111,31 @@ class Verdict:
             "duplicates": self.duplicates,
             "unacked": self.unacked,
             "recovery_max_s": self.recovery_max_s,
+            "blamed": len(self.blamed),
         }
 
 
+def killed_alone(attempts: Iterable[tuple[str, str, str]], harmed: Collection[str]) -> Counter[str]:
+    """How often each job was all that a worker ran when we killed it.
+
+    Args:
+        attempts: job, worker and outcome (``lost``, or ``open``, where the worker died with it) of each attempt.
+        harmed: the workers that we killed, or froze until they counted as dead.
+    """
+    died_with: dict[str, list[str]] = {}
+    for job_id, worker_id, outcome in attempts:
+        if worker_id in harmed and outcome in ("lost", "open"):
+            died_with.setdefault(worker_id, []).append(job_id)
+    return Counter(jobs[0] for jobs in died_with.values() if len(jobs) == 1)
+
+
 def line(figures: dict[str, Any]) -> str:
-    """``chaos: jobs=… lost=… double=… duplicates=… unacked=… recovery_max_s=…``."""
+    """``chaos: jobs=… lost=… double=… duplicates=… unacked=… recovery_max_s=… blamed=…``."""
     names = ("jobs", "lost", "double", "duplicates", "unacked")
     slowest = figures["recovery_max_s"]
     shown = "none" if slowest is None else f"{slowest:.1f}"
-    return f"chaos: {' '.join(f'{name}={figures[name]}' for name in names)} recovery_max_s={shown}"
+    counts = " ".join(f"{name}={figures[name]}" for name in names)
+    return f"chaos: {counts} recovery_max_s={shown} blamed={figures['blamed']}"
 
 
 def add_figures(all_figures: Iterable[dict[str, Any]]) -> dict[str, Any]:

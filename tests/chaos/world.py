@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,18 +20,20 @@ from sqlalchemy import ColumnElement, Connection, Engine, func, make_url, select
 from sqlalchemy.exc import DBAPIError
 
 from models_db import jobs as job_rows
+from models_db.deaths import KILLED_ITS_WORKER, SOLO_LIMIT
 from models_db.errors import DatabaseError
 from models_db.migrate import upgrade
 from models_db.session import make_engine, reading
-from models_db.tables import Attempt, AttemptOutcome, EngineSample, Job, JobState, Result, Worker, WorkerState
+from models_db.tables import Attempt, EngineSample, Job, JobState, Result, Worker, WorkerState
 from tests.chaos import witness
+from tests.chaos.backends import POISON
 from tests.chaos.jobs import Expected, expected
 from tests.chaos.plan import NotDoneError
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Fault, Kill, Timeline
 from tests.chaos.seats import Seat
 from tests.chaos.services import ChaosRedis, database
-from tests.chaos.verdict import Verdict, write_figures
+from tests.chaos.verdict import Verdict, killed_alone, write_figures
 from tests.fleet.fleet import wait_until
 from tests.messages import publish
 from tests.servers import Kind, Server
@@ -152,6 +153,7 @@ class World:
         for handle, fields in zip(handles, requests, strict=True):
             wanted = expected(fields) if self.model == MODEL else Expected(None)
             wanted.states = states or wanted.states
+            wanted.kills = POISON in fields["prompt"]
             self.expected[handle.id] = wanted
         return [handle.id for handle in handles]
 
@@ -305,11 +307,13 @@ class World:
         outcomes: dict[str, list[str]] = {}
         for job_id, outcome in conn.execute(select(Attempt.job_id, Attempt.outcome).order_by(Attempt.number)):
             outcomes.setdefault(job_id, []).append(str(outcome or "open"))
-        lost = select(Attempt.job_id, Worker.pid).join(Worker, Worker.id == Attempt.worker_id)
-        deaths_by_us = Counter(
-            row.job_id
-            for row in conn.execute(lost.where(Attempt.outcome == AttemptOutcome.LOST))
-            if row.pid in self.harmed
+        runs = select(Attempt.job_id, Attempt.worker_id, Attempt.outcome, Worker.pid).join(
+            Worker, Worker.id == Attempt.worker_id
+        )
+        found = conn.execute(runs).all()
+        alone = killed_alone(
+            ((run.job_id, run.worker_id, str(run.outcome or "open")) for run in found),
+            {run.worker_id for run in found if run.pid in self.harmed},
         )
         verdict.jobs = len(rows.keys() | self.expected.keys())
         for job_id in self.expected.keys() - rows.keys():
@@ -317,8 +321,14 @@ class World:
         for job_id, row in rows.items():
             if not JobState(row.state).terminal:
                 verdict.lost[job_id] = f"is {row.state} after the attempts {outcomes.get(job_id, [])}"
-            elif row.error_type == "WorkerDiedError" and deaths_by_us.get(job_id, 0) >= 2:
-                verdict.blamed += 1
+            elif row.error_type == KILLED_ITS_WORKER and not self._kills(job_id):
+                ends = outcomes.get(job_id, [])
+                if alone[job_id] >= SOLO_LIMIT:
+                    verdict.blamed[job_id] = (
+                        f"{alone[job_id]} times alone with a worker that we killed, of {ends}"
+                    )
+                else:
+                    verdict.wrong[job_id] = f"is blamed for deaths that were not its fault, after {ends}"
             elif complaint := self._complaint(job_id, row, texts.get(job_id)):
                 verdict.wrong[job_id] = f"{complaint}, after the attempts {outcomes.get(job_id, [])}"
         job_changes = witness.changes(conn, "job")
@@ -332,6 +342,10 @@ class World:
             for end in ends:
                 verdict.attempts[end] = verdict.attempts.get(end, 0) + 1
         verdict.recoveries = self.timeline.recoveries(job_changes, witness.changes(conn, "worker"))
+
+    def _kills(self, job_id: str) -> bool:
+        wanted = self.expected.get(job_id)
+        return wanted is not None and wanted.kills
 
     def _complaint(self, job_id: str, row: Any, text: str | None) -> str | None:
         wanted = self.expected.get(job_id)
