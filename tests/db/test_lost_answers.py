@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Engine, func, select, update
 
 from models_db import batches
 from models_db.base import utcnow
-from models_db.claims import ClaimItem, claim
+from models_db.claims import ClaimItem, FinishItem, ReleaseItem, claim
 from models_db.errors import CommitUnknownError, DatabaseUnavailableError, TenantLimitError
-from models_db.jobs import job_states
+from models_db.jobs import job_states, mark_callbacks_sent, request_cancel
 from models_db.session import certain, transaction
-from models_db.tables import Job, JobState
+from models_db.suspects import take_lock
+from models_db.tables import Attempt, AttemptOutcome, EngineSample, Job, JobState, Result, Worker, WorkerState
 from models_db.tenants import TenantUsage
-from tests.db.helpers import add_jobs, add_workers, finish_one
+from models_db.workers import set_worker_state
+from models_db.writer import DatabaseThread
+from tests.db.conftest import wipe
+from tests.db.helpers import add_jobs, add_workers, at, claim_one, finish_one, new_job, new_result, new_sample
 from tests.db.outage import Outage
 from workers.bulk_input import BulkLine, LineError
 from workers.bulk_reuse import Reuser
@@ -29,6 +35,8 @@ from workers.client.sync import Submission
 from workers.serve.errors import from_exception
 from workers.settings import load_settings
 
+LIMIT_S = 20
+ENDS = [state for state in JobState if state.terminal]
 FATES = pytest.mark.parametrize("goes_through", [False, True], ids=["not committed", "committed"])
 
 
@@ -219,3 +227,133 @@ def test_work_that_is_in_its_own_way_is_looked_for_again(db):
         outage.commit_goes_through, outage.commits = True, 1
         assert certain(db, work, sleep=lambda _s: None) == "done"
     assert tries == [False, True, True]
+
+
+def everything(thread: DatabaseThread) -> dict[str, Future[Any]]:
+    """Every operation of the writer, with each of its answers, for one batch."""
+    claims = {
+        "fresh": thread.claim(ClaimItem(new_job("fresh"))),
+        "bare": thread.claim(ClaimItem(new_job("bare"))),
+        "twin": thread.claim(ClaimItem(new_job("bare"))),
+        "here": thread.claim(ClaimItem(new_job("here"))),
+        "elsewhere": thread.claim(ClaimItem(new_job("elsewhere"))),
+        "orphan": thread.claim(ClaimItem(new_job("orphan"))),
+        "late": thread.claim(ClaimItem(new_job("late"))),
+        "old": thread.claim(ClaimItem(new_job("old"), max_age_s=50)),
+        "unwanted": thread.claim(ClaimItem(new_job("unwanted"))),
+        "ended": thread.claim(ClaimItem(new_job("ended"))),
+        "suspect": thread.claim(ClaimItem(new_job("suspect"))),
+        "gone": thread.claim(ClaimItem(new_job("gone"), stored=True)),
+    }
+    ends = {
+        f"ends {state}": thread.finish(
+            FinishItem(f"ends-{state}", 1, state, new_result(), None if state == "succeeded" else "boom")
+        )
+        for state in ENDS
+    }
+    others = {
+        "ends late": thread.finish(FinishItem("elsewhere", 1, JobState.SUCCEEDED, new_result())),
+        "released": thread.release(ReleaseItem("released", 1)),
+        "lost": thread.release(ReleaseItem("lost", 1, AttemptOutcome.LOST, "its engine died")),
+        "released late": thread.release(ReleaseItem("elsewhere", 1)),
+        "beat": thread.heartbeat(7),
+        "sample": thread.sample(new_sample("w")),
+        "state": thread.call(lambda conn: set_worker_state(conn, "live", WorkerState.ONLINE)),
+        "told": thread.call(lambda conn: mark_callbacks_sent(conn, ["ended"], at=at(3))),
+        "cancel": thread.call(lambda conn: request_cancel(conn, ["queued"])),
+        "lock": thread.call(lambda conn: take_lock(conn, "lock", "w")),
+    }
+    return claims | ends | others
+
+
+def prepared(engine: Engine) -> None:
+    """A world in which each of them has something to do."""
+    add_workers(engine, "w", "live", "dead")
+    running = ["here", "released", "lost", *(f"ends-{state}" for state in ENDS)]
+    fresh = ["fresh", "unwanted", "ended", "suspect", "queued", "elsewhere", "orphan", *running]
+    add_jobs(engine, *fresh, created_at=at(90))
+    add_jobs(engine, "late", created_at=at(90), deadline_at=at(95))
+    add_jobs(engine, "old", created_at=at(10))
+    for job_id in running:
+        claim_one(engine, job_id, "w", now=at(91))
+    claim_one(engine, "elsewhere", "live", now=at(91))
+    claim_one(engine, "orphan", "dead", now=at(91))
+    claim_one(engine, "ended", "w", now=at(91))
+    finish_one(engine, "ended", 1, "w", now=at(92))
+    with engine.begin() as conn:
+        conn.execute(update(Job).where(Job.id == "suspect").values(deaths=2))
+        conn.execute(update(Job).where(Job.id == "unwanted").values(cancel_requested=True))
+
+
+def left_behind(engine: Engine) -> dict[str, Any]:
+    """What the tables say, but for times that differ from run to run."""
+    with engine.connect() as conn:
+        jobs = select(Job.id, Job.state, Job.attempt, Job.owner, Job.deaths, Job.solo_deaths, Job.error_type)
+        runs = select(Attempt.job_id, Attempt.number, Attempt.worker_id, Attempt.outcome, Attempt.ended_at)
+        workers = select(Worker.id, Worker.state, Worker.heartbeat)
+        return {
+            "jobs": sorted(map(repr, conn.execute(jobs))),
+            "runs": sorted(map(repr, conn.execute(runs))),
+            "workers": sorted(map(repr, conn.execute(workers))),
+            "results": sorted(map(repr, conn.execute(select(Result.job_id, Result.text)))),
+            "samples": conn.scalar(select(func.count()).select_from(EngineSample)),
+        }
+
+
+def at_once(engine: Engine, fate: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All operations in one batch; with a fate its commit is lost, twice. The answers, and what is left behind."""
+    wipe(engine)
+    prepared(engine)
+    with Outage(engine) as outage:
+        thread = DatabaseThread(
+            engine, "w", dead_ids=lambda: {"dead"}, now=lambda: at(100), sleep=outage.delays.append
+        )
+        futures = everything(thread)  # before it starts, so that they go together
+        outage.commit_goes_through = bool(fate)
+        outage.commits = 0 if fate is None else 2
+        thread.start()
+        try:
+            answers = {name: future.result(LIMIT_S) for name, future in futures.items()}
+        finally:
+            thread.stop(drain=False, timeout_s=LIMIT_S)
+        assert len(outage.delays) == (0 if fate is None else 2)
+    return answers, left_behind(engine)
+
+
+@FATES
+def test_every_operation_of_the_writer_answers_as_if_its_commit_had_not_been_lost(db, goes_through):
+    answers, left = at_once(db, None)
+    kinds = {name: answer.kind.value for name, answer in answers.items() if hasattr(answer, "kind")}
+    assert kinds == {
+        "fresh": "claimed",
+        "bare": "claimed",
+        "twin": "joined",
+        "here": "joined",
+        "elsewhere": "elsewhere",
+        "orphan": "claimed",
+        "late": "terminal",
+        "old": "terminal",
+        "unwanted": "terminal",
+        "ended": "terminal",
+        "suspect": "suspect",
+        "gone": "gone",
+    }
+    assert [answers[name] for name in ("ends late", "released", "lost", "released late")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    again, left_again = at_once(db, goes_through)
+    assert left_again == left
+    assert {name: _shown(answer) for name, answer in again.items()} == {
+        name: _shown(answer) for name, answer in answers.items()
+    }
+
+
+def _shown(answer: Any) -> Any:
+    return (
+        (answer.kind, answer.attempt, answer.outcome and answer.outcome.state)
+        if hasattr(answer, "kind")
+        else answer
+    )
