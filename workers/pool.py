@@ -46,6 +46,7 @@ from workers.spool import Spool, default_folder
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
+from workers.watchdog import Watchdog
 
 logger = get_logger(__name__)
 
@@ -77,6 +78,12 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._channel: Any = None
         self._paused = False
         self._streams: StreamWriter | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def hung(self) -> bool:
+        """Whether the engine's thread hangs, so that the process can only be ended by force."""
+        return self._watchdog is not None and self._watchdog.stalled
 
     @property
     def settings(self) -> Settings:
@@ -165,6 +172,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
         table.start()
         task.deliveries = table
         backend.add_death_callback(table.fail)
+        if settings.engine_stall_s:
+            self._watchdog = Watchdog(backend.stats, table.fail, settings.engine_stall_s)
+            self._watchdog.start()
         self._show_banner()
 
     def _start_streams(self) -> StreamWriter | None:
@@ -400,6 +410,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
             logger.warning("A timer failed during the shutdown: %r", exc)
 
     def _tear_down(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self._table is not None:
             self._table.stop()
         if self._streams is not None:
@@ -408,7 +420,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._sweeper.stop()
         if self._threads is not None:
             self._threads.stop(timeout_s=1.0)
-        if self._backend is not None:
+        if self._backend is not None and not self.hung:
             self._backend.shutdown(drain=False, timeout_s=0.0)
         if self._incarnation is not None:
             self._incarnation.stop()

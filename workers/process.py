@@ -22,6 +22,7 @@ from workers.app import TokenmillApp, make_app
 from workers.exits import EXIT_CONFIGURATION
 from workers.payload import queue_for
 from workers.settings import Settings, redact_text
+from workers.watchdog import leave_at_once
 
 logger = logging.getLogger("tokenmill.worker")
 
@@ -48,7 +49,10 @@ def run_process(settings: Settings) -> int:
         no_color=not sys.stderr.isatty(),
     )
     worker.start()
-    return int(worker.exitcode or 0)
+    code = int(worker.exitcode or 0)
+    if getattr(worker.pool, "hung", False):
+        leave_at_once(code)
+    return code
 
 
 def import_modules(app: TokenmillApp, names: Sequence[str]) -> None:

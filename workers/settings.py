@@ -175,6 +175,13 @@ class Settings(BaseSettings):
     dead_after_s: float = Field(
         6.0, gt=0, le=3600, description="a worker whose heartbeat has not moved for so long counts as dead"
     )
+    engine_stall_s: float = Field(
+        300.0,
+        ge=0,
+        le=MAX_DEADLINE_S,
+        description="an engine that has work and takes no step for so long hangs: the worker hands its jobs back and "
+        "ends, to be started again. Keep it above the longest compilation in the midst of work; 0: never",
+    )
     sample_interval_s: float = Field(5.0, gt=0, le=3600, description="between two rows of engine statistics")
     worker_imports: Annotated[tuple[str, ...], NoDecode] = Field(
         (),

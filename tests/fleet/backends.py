@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 
 from backend.api import GenerationRequest
@@ -28,5 +29,15 @@ def dies_of_poison(config: EngineConfig) -> EchoBackend:
     def before_step(requests: Sequence[GenerationRequest]) -> None:
         if any(request.prompt.prompt == POISON for request in requests):
             raise RuntimeError("a sticky device error")
+
+    return EchoBackend(config, before_step=before_step)
+
+
+def hangs_of_poison(config: EngineConfig) -> EchoBackend:
+    """Echo, until a prompt says the word: that step never ends, as with a driver that hangs."""
+
+    def before_step(requests: Sequence[GenerationRequest]) -> None:
+        if any(request.prompt.prompt == POISON for request in requests):
+            threading.Event().wait()
 
     return EchoBackend(config, before_step=before_step)

@@ -279,6 +279,21 @@ def test_a_worker_that_was_frozen_past_its_death_loses_and_starts_anew(make_flee
     fleet.wait_drained()
 
 
+def test_an_engine_that_hangs_ends_its_worker_and_frees_its_jobs(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(backend="tests.fleet.backends:hangs_of_poison", engine_stall_s=2, **SLOW)
+    worker = fleet.worker()
+    fleet.submit("neighbour", max_tokens=20)
+    fleet.wait_state("neighbour", JobState.RUNNING)
+    fleet.submit("deadly", prompt="poison")
+    assert worker.wait(30) == 70
+    assert "EngineStalledError" in worker.log
+    assert fleet.state("neighbour") is JobState.QUEUED
+    assert fleet.state("deadly") is JobState.QUEUED
+    assert [attempt for job in ("neighbour", "deadly") for attempt in fleet.attempts(job)] == [
+        AttemptOutcome.LOST
+    ] * 2
+
+
 def test_a_dead_backend_hands_back_and_exits(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(backend="tests.fleet.backends:dies_of_poison", **SLOW)
     worker = fleet.worker()
