@@ -685,3 +685,32 @@ def test_answers_that_the_deadline_cuts_off_are_errors_and_run_again_when_asked(
         again = bulk(slow, "retry-failed", batch_id, "-o", output, "--also", "expired")
         assert again.exit_code == 0, again.output
         assert [line["completion_tokens"] for line in lines(output)] == [60]
+
+
+def test_ctrl_c_while_a_table_is_fed_from_standard_input_says_what_is_lost(
+    fleet: Demo, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("prompt\n" + "word\n" * 500)
+    environment = os.environ | {
+        "TOKENMILL_BROKER_URL": fleet.settings.broker_url,
+        "TOKENMILL_DATABASE_URL": fleet.settings.database_url,
+        "TOKENMILL_MODELS": IDLE,
+    }
+    options = ["-o", str(tmp_path / "out.jsonl"), "--format", "csv", "--in-flight", "10", "--model", IDLE]
+    command = [sys.executable, "-m", "workers.cli", "bulk", "run", "-", *options]
+    with source.open("rb") as file:
+        process = subprocess.Popen(command, env=environment, stdin=file, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    batch_id = process.stderr.readline().split("Batch ", 1)[1].split(":", 1)[0]
+    while json.loads(bulk(fleet, "status", batch_id, "--json").stdout)["counts"]["queued"] < 10:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=20)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert "Exception ignored" not in rest
+    assert "Standard input cannot be read again" in rest
+    refused = bulk(fleet, "resume", batch_id, "-o", tmp_path / "out.jsonl")
+    assert refused.exit_code == ExitCode.USAGE
+    assert f"tokenmill bulk cancel {batch_id}" in refused.stderr
+    assert "10 jobs cancelled" in bulk(fleet, "cancel", batch_id).stdout

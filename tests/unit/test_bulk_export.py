@@ -25,7 +25,7 @@ def row(
     position: int, *, text: str | None = "fine", state: JobState | None = None, **fields: Any
 ) -> BatchRow:
     result = None if text is None else StoredResult(text, "stop", 3, 5, latency_s=0.1234567)
-    given = {
+    given: dict[str, Any] = {
         "position": position,
         "custom_id": f"line-{position}",
         "job_id": f"job-{position}",
@@ -133,3 +133,39 @@ def test_lines_gone_bad_since_validation_carry_nothing() -> None:
         (1, "a", {"x": 1}),
         (4, "b", {"y": 2}),
     ]
+
+
+def test_half_a_character_in_a_bad_line_does_not_cost_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = b'{"custom_id": "line-1", "note": "\\ud800"}\n'
+    _, failures = export([row(1, text=None)], tmp_path / "out.jsonl", monkeypatch, source)
+    assert failures[0]["note"] == "\ud800"
+
+
+def test_what_a_deadline_or_a_cancel_left_of_an_answer_is_in_the_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def part(reason: str) -> StoredResult:
+        return StoredResult("half an", reason, 3, 5)
+
+    rows = [
+        row(1, result=part("deadline")),
+        row(2, result=part("cancelled"), state=JobState.CANCELLED),
+        row(3, result=part("length")),
+    ]
+    results, failures = export(rows, tmp_path / "out.jsonl", monkeypatch)
+    assert [line["custom_id"] for line in results] == ["line-3"]
+    assert [(line["state"], line["error"]["code"], line["text"]) for line in failures] == [
+        ("expired", "deadline", "half an"),
+        ("cancelled", "cancelled", "half an"),
+    ]
+
+
+def test_answers_taken_over_are_counted_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_export, "iter_batch_rows", lambda *_, **__: iter([row(1), row(2, attempt=0)]))
+    exported = export_batch(None, "batch", tmp_path / "out.jsonl")  # type: ignore[arg-type]
+    assert (exported.results, exported.reused, exported.reused_tokens) == (2, 1, 5)
+    assert (exported.prompt_tokens, exported.completion_tokens) == (3, 5)

@@ -37,11 +37,7 @@ from workers.cli.common import (
 from workers.cli.durations import days_of, seconds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sqlalchemy import Connection
-
-    from models_db.batches import BatchProgress
 
 app = group(cls=CommandGroup, help="Run files of prompts, watch them, and export their answers.")
 
@@ -370,22 +366,21 @@ def cancel(batch_id: BatchArgument, database_url: DatabaseOption = None) -> None
     """
     from models_db.batches import batch_progress, finish_batch_if_done, request_cancel_batch
     from models_db.errors import UnknownBatchError
-    from models_db.session import transaction
+    from models_db.session import reading, transaction
     from models_db.tables import JobState
 
-    def end(conn: Connection) -> tuple[BatchProgress, Mapping[JobState, int]]:
-        before = batch_progress(conn, batch_id)
+    with database(settings_from(database_url=database_url)) as engine:
+        # By itself: what a transaction reads first may be all that it sees.
+        with reading(engine) as conn:
+            before = batch_progress(conn, batch_id)
         if before is None:
             raise UnknownBatchError(batch_id)
-        return before, request_cancel_batch(conn, batch_id)
-
-    with database(settings_from(database_url=database_url)) as engine:
-        before, counts = transaction(engine, end)
+        counts = transaction(engine, lambda conn: request_cancel_batch(conn, batch_id))
         transaction(engine, lambda conn: finish_batch_if_done(conn, batch_id))
     if before.state.terminal:
         typer.echo(f"Nothing to cancel: the batch has ended, as {before.state}")
         return
-    cancelled = counts[JobState.CANCELLED] - before.counts[JobState.CANCELLED]
+    cancelled = max(0, counts[JobState.CANCELLED] - before.counts[JobState.CANCELLED])
     typer.echo(f"{cancelled:,} jobs cancelled, {counts[JobState.RUNNING]:,} still running are told to end")
 
 
