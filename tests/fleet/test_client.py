@@ -226,6 +226,14 @@ def test_what_is_no_id_of_an_event_is_refused_before_the_first_is_asked_for(
         AsyncClient(client.settings).stream("any", last_id=last_id)
 
 
+@pytest.mark.parametrize("job_id", ["a\0b", "\ud800", "x" * 5000, "", 5])
+def test_an_id_that_no_job_can_have_is_unknown(client: Client, job_id: Any) -> None:
+    for ask in (client.status, client.result, client.cancel, client.wait, client.stream):
+        with pytest.raises(UnknownJobError) as caught:
+            ask(job_id)
+        str(caught.value).encode()
+
+
 def test_what_callers_catch_comes_from_one_place() -> None:
     named = {name for name in workers.client.__all__ if name.endswith("Error")}
     assert {

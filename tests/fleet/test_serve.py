@@ -189,6 +189,52 @@ def test_what_is_not_there_is_told_in_openai_s_form(
     assert status == 404 or refused.headers["allow"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/files/a%00b",
+        "/v1/files/a%00b/content",
+        "/v1/batches/a%00b",
+        "/v1/models/a%00b",
+        "/v1/files?after=a%00b",
+        "/v1/files?purpose=%00",
+        "/v1/batches?after=%00",
+    ],
+)
+def test_a_name_that_no_database_can_be_asked_for_is_the_caller_s_fault(url: str, path: str) -> None:
+    refused = httpx.get(f"{url}{path}")
+    assert refused.status_code == 400
+    assert "holds NUL or a lone surrogate" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ('{"input_file_id": "a\\u0000b"}', "input_file_id"),
+        ('{"input_file_id": 5}', "input_file_id"),
+        ('{"input_file_id": "a", "metadata": {"a": "\\ud800"}}', "metadata"),
+        ('{"input_file_id": "a", "metadata": {"\\u0000": "b"}}', "metadata"),
+        ('{"input_file_id": "a", "metadata": {"a": 5}}', "metadata.a"),
+        ('{"input_file_id": "a", "endpoint": "/v1/embeddings"}', "endpoint"),
+        ('{"input_file_id": "a", "completion_window": "1h"}', "completion_window"),
+        ("[]", None),
+    ],
+)
+def test_a_batch_that_cannot_be_stored_is_the_caller_s_fault(url: str, body: str, named: str | None) -> None:
+    rest = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    data = json.loads(body)
+    sent = json.dumps(rest | data if isinstance(data, dict) else data)
+    refused = httpx.post(f"{url}/v1/batches", content=sent, headers={"content-type": "application/json"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
+
+
+def test_a_form_that_cannot_be_read_is_the_caller_s_fault(url: str) -> None:
+    kind = {"content-type": "multipart/form-data; boundary=a"}
+    refused = httpx.post(f"{url}/v1/files", content=b"x", headers=kind)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("the body cannot be read")
+
+
 def test_a_key_that_was_used_for_another_request_is_named_as_the_caller_wrote_it(
     client: openai.OpenAI,
 ) -> None:

@@ -29,6 +29,7 @@ from models_db.migrate import check_schema
 from models_db.session import certain, make_engine, reading
 from models_db.tables import JobState
 from models_db.tenants import TenantLimit
+from models_db.text import clean_text
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.callbacks.wanted import wanted_callback
 from workers.chunks import take_chunk
@@ -398,7 +399,7 @@ class Client:
     def attempts(self, job_id: str) -> list[AttemptRecord]:
         """Every run of the job with its worker, oldest first."""
         with self._read("attempts") as connection:
-            return jobs.job_attempts(connection, job_id)
+            return jobs.job_attempts(connection, _checked_id(job_id))
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> StoredResult:
         """The result, as soon as there is one. Asks SQL, first often and then once a second.
@@ -468,6 +469,7 @@ class Client:
         A queued job is ``cancelled`` at once. A running one is still ``running``: its worker ends it within a
         second or so. A job that has ended stays as it is.
         """
+        _checked_id(job_id)
         now = self.now() if self.has_database else None
         states = self._write("cancel", lambda connection: jobs.request_cancel(connection, [job_id], at=now))
         if job_id not in states:
@@ -549,8 +551,19 @@ def check_key(key: object) -> None:
     check_text(key, name)
 
 
+def _checked_id(job_id: str) -> str:
+    """The id. One that no job can have is unknown, rather than an error of the database's driver.
+
+    Raises:
+        UnknownJobError: it cannot be stored.
+    """
+    if not isinstance(job_id, str) or clean_text(job_id) != job_id:
+        raise UnknownJobError(ascii(job_id)[:200])
+    return job_id
+
+
 def _status(connection: Connection, job_id: str) -> JobStatus:
-    status = jobs.job_status(connection, job_id)
+    status = jobs.job_status(connection, _checked_id(job_id))
     if status is None:
         raise UnknownJobError(job_id)
     return status
@@ -564,7 +577,7 @@ def _delivery(job: NewJob) -> tuple[str, bytes]:
 
 def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
     """Seconds to sleep between looks, growing to one with some spread; ``None`` when the time is over."""
-    spread = random.Random(job_id)  # many waiters must not ask in step
+    spread = random.Random(ascii(job_id))  # many waiters must not ask in step
     give_up = None if timeout_s is None else time.monotonic() + timeout_s
     pause_s = _FIRST_POLL_S
     while True:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -21,7 +22,7 @@ from workers.serve import batches, files
 from workers.serve.answers import CHAT, COMPLETION, DONE, Chunks, Endpoint, sse, whole
 from workers.serve.auth import Gate
 from workers.serve.call import Call
-from workers.serve.errors import ApiError, from_end, from_exception, not_found, refused
+from workers.serve.errors import ApiError, from_end, from_exception, invalid, not_found, refused
 from workers.serve.feeder import BatchFeeder
 from workers.serve.generation import Continuous, Generation, choice_of
 from workers.serve.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
@@ -65,7 +66,12 @@ def make_app(
             state = request.app.state
             try:
                 tenant = await state.gate.tenant(request)
-                return await handler(Call(request, state.client, state.feeder, tenant, timeout_s))
+                call = Call(request, state.client, state.feeder, tenant, timeout_s)
+                call.check_names()
+                return await handler(call)
+            except HTTPException as error:  # of a form that cannot be read
+                known = invalid(f"the body cannot be read: {error.detail}")
+                return JSONResponse(known.body(), known.status)
             except Exception as error:
                 known = from_exception(error)
                 if known.status >= 500 and not isinstance(error, ApiError):

@@ -7,10 +7,11 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from sqlalchemy import Connection
 from starlette.responses import JSONResponse, Response
 
+from backend.api import check_text
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
 from models_db.batches import BatchProgress
@@ -37,6 +38,13 @@ class BatchRequest(BaseModel):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = Field(None, max_length=16)
+
+    @field_validator("input_file_id", "metadata")
+    @classmethod
+    def _storable(cls, value: Any, info: ValidationInfo) -> Any:
+        for text in (value,) if isinstance(value, str) else (*(value or {}), *(value or {}).values()):
+            check_text(text, info.field_name or "")
+        return value
 
 
 def batch_object(record: ApiBatchRecord, progress: BatchProgress) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 
 from models_db.session import reading
+from models_db.text import clean_text
 from workers.client import AsyncClient
 from workers.serve.errors import ApiError, invalid, refused
 from workers.serve.feeder import BatchFeeder
@@ -35,6 +36,17 @@ class Call:
         self.feeder = feeder
         self.tenant = tenant
         self.timeout_s = timeout_s
+
+    def check_names(self) -> None:
+        """Refuse ids and other words of the path or the query that no database can be asked for.
+
+        Raises:
+            ApiError: names the one.
+        """
+        for name, value in (*self.request.path_params.items(), *self.request.query_params.items()):
+            if clean_text(value) != value:
+                fix = "Write it in characters that text has"
+                raise refused("holds NUL or a lone surrogate", param=name, value=value, fix=fix)
 
     @property
     def settings(self) -> Settings:

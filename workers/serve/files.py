@@ -35,7 +35,8 @@ def file_object(record: FileRecord) -> dict[str, Any]:
 async def upload(call: Call) -> Response:
     """``POST /v1/files``, as a form with ``purpose`` and ``file``."""
     most = call.settings.max_file_bytes
-    if int(call.request.headers.get("content-length") or 0) > most + 2**16:
+    length = call.request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > most + 2**16:
         raise too_large(most)
     async with call.request.form(max_files=1, max_fields=10) as form:
         purpose, file = form.get("purpose"), form.get("file")
