@@ -236,6 +236,19 @@ def _parse_openai(
     return BulkLine(number, payload, extra)
 
 
+def fault_of_default(name: str, value: object, model: object) -> str | None:
+    """What is wrong with a value for OpenAI's bodies that do not say; ``None`` where some kind of body can have it."""
+    faults = []
+    turn = {"role": "user", "content": "x"}
+    for url, body in ((CHAT, {"messages": [turn]}), (COMPLETION, {"prompt": "x"})):
+        line = {"custom_id": "x", "method": "POST", "url": url, "body": {"model": model} | body}
+        made = _parse_openai(1, line, LineOptions({name: value}))
+        if isinstance(made, BulkLine):
+            return None
+        faults.append(made.message.removeprefix("body: ").removeprefix(f"{name}: "))
+    return faults[0]
+
+
 # --------------------------------------------------------------------------------------------------------- tables
 
 

@@ -11,7 +11,7 @@ from typing import IO, Any, Literal
 
 from backend.api import RequestError
 from workers.bulk_files import STDIN, digest, open_input
-from workers.bulk_formats import Shape, check_shape, read_carried_rows, read_rows
+from workers.bulk_formats import Shape, check_shape, fault_of_default, read_carried_rows, read_rows
 from workers.bulk_input import (
     BulkInputError,
     BulkLine,
@@ -126,14 +126,16 @@ def check_defaults(options: LineOptions, shape: Shape, names: Mapping[str, str])
             row["max_tokens"] = max(value, 1)
         if field_name == "callback_include_output":
             continue  # needs an address, which a line may have
+        option = names.get(field_name, f"--param {field_name}")
         if shape.format == "openai" and not is_field(field_name):
-            continue  # of bodies alone, which say themselves what they do not know
+            if (fault := fault_of_default(field_name, value, ours["model"])) is not None:
+                raise RequestError(fault, field=option)
+            continue
         try:
             payload = GeneratePayload.parse(row)
             if options.check is not None:
                 options.check(payload)
         except RequestError as error:
-            option = names.get(field_name, f"--param {field_name}")
             why = str(error).removeprefix(f"{error.field}: ").removesuffix(f". {error.fix}")
             raise RequestError(why, field=option, fix=error.fix) from None
 

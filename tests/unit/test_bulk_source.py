@@ -55,7 +55,11 @@ def test_options_that_some_line_may_make_right_pass(defaults: dict[str, Any]) ->
     check(**defaults)
 
 
-def test_options_of_openai_s_bodies_are_left_to_the_bodies() -> None:
-    check(Shape("openai"), max_completion_tokens=5)
+def test_options_of_openai_s_bodies_are_what_some_body_can_have() -> None:
+    check(Shape("openai"), max_completion_tokens=5, echo=False)
+    with pytest.raises(RequestError, match=r"^--param foo: no such field \(got 3\)\. Leave it out"):
+        check(Shape("openai"), foo=3)
+    with pytest.raises(RequestError, match=r"^--param n: a line gives one answer"):
+        check(Shape("openai"), n=2)
     with pytest.raises(RequestError, match=r"^--max-tokens: "):
         check(Shape("openai"), max_tokens=0)
