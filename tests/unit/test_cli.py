@@ -329,3 +329,22 @@ def test_a_key_for_nobody_is_refused_by_the_argument_s_name(
 ) -> None:
     done = run("keys", "create", *arguments, "--database-url", database_url)
     assert (done.exit_code, done.stderr) == (ExitCode.USAGE, message)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "job show",
+        "cancel",
+        "bulk status",
+        "bulk cancel",
+        "callbacks retry",
+        "callbacks list",
+        "keys revoke",
+        "keys create",
+    ],
+)
+def test_an_argument_that_is_no_utf_8_is_a_wrong_argument(command: str, database_url: str) -> None:
+    done = run(*command.split(), "\udcff", "--database-url", database_url)
+    assert done.exit_code == ExitCode.USAGE
+    assert done.stderr.startswith("error: ")

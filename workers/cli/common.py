@@ -72,6 +72,11 @@ class CommandGroup(typer.core.TyperGroup):
         except (TokenmillError, DatabaseError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(exit_code_for(error)) from None
+        except UnicodeEncodeError as error:
+            if "surrogates" not in error.reason:
+                raise
+            typer.echo("error: an argument holds bytes that are no UTF-8. Write it in UTF-8", err=True)
+            raise typer.Exit(ExitCode.USAGE) from None
 
 
 def exit_code_for(error: Exception) -> ExitCode:
