@@ -43,7 +43,7 @@ class Proxy:
     """
 
     def __init__(self, target: int | str) -> None:
-        self._target = target
+        self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -166,11 +166,11 @@ class Proxy:
         self._watch(pair)
 
     def _connect(self) -> socket.socket:
-        if isinstance(self._target, int):
-            return socket.create_connection(("127.0.0.1", self._target), 5)
+        if isinstance(self.target, int):
+            return socket.create_connection(("127.0.0.1", self.target), 5)
         server = socket.socket(socket.AF_UNIX)
         try:
-            server.connect(self._target)
+            server.connect(self.target)
         except OSError:
             server.close()
             raise

@@ -7,10 +7,12 @@ import random
 import time
 
 import pytest
+from sqlalchemy import make_url
 
 from models_db.tables import JobState
 from tests.chaos.conftest import MakeWorld
 from tests.chaos.disks import NoFullDiskError, small_disk
+from tests.chaos.proxy import Proxy
 from tests.chaos.services import drop_clients
 from tests.chaos.test_kills import SERVERS
 from tests.fleet.fleet import wait_until
@@ -18,6 +20,7 @@ from tests.servers import Kind
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
 
+SILENT = "is dead: its heartbeat stands still"
 PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 
 
@@ -75,6 +78,42 @@ def test_the_database_hangs_without_a_word(make_world: MakeWorld) -> None:
     time.sleep(10)  # longer than a death sentence
     world.database_proxy.forward()
     world.finish().assert_ok()
+
+
+@pytest.mark.chaos_long
+@pytest.mark.parametrize("how", ["refused", "silent"])
+def test_one_worker_is_cut_off_from_the_database_while_the_others_live(
+    make_world: MakeWorld, how: str
+) -> None:
+    """It can neither beat nor store: the others take its jobs over, and what it computed meanwhile does not count."""
+    world = make_world(engine=PACED)
+    assert world.database_proxy is not None
+    own = Proxy(world.database_proxy.target)
+    try:
+        url = (
+            make_url(str(world.settings["database_url"]))
+            .set(port=own.port)
+            .render_as_string(hide_password=False)
+        )
+        lonely = world.seat(supervised=True, database_url=url)
+        (other,) = world.workers(1, supervised=True)
+        lonely.ready()
+        jobs = world.submit_words(16, 20 * 6)
+        world.wait_running(jobs)
+        more = world.submit_words(24, 20)
+        pid = lonely.pid()
+        assert pid is not None
+        world.harmed.add(pid)
+        with world.fault("one worker without a database"):
+            own.refuse() if how == "refused" else own.freeze()
+            wait_until(lambda: SILENT in other.log, 60, "the other worker to find it dead")
+            world.wait_some(JobState.SUCCEEDED, 8, 60)  # the other one goes on with its own
+            own.forward()
+        verdict = world.finish().assert_ok()
+    finally:
+        own.close()
+    assert verdict.attempts["lost"] > 0
+    assert verdict.attempts["succeeded"] == len(jobs) + len(more)
 
 
 @pytest.mark.chaos_long
