@@ -121,6 +121,7 @@ def database_url(tmp_path: Path) -> str:
         ["submit", "a", "--timeout", "nan"],
         ["submit", "a", "--no-wait", "-p", "deadline_s=1e300"],
         ["serve", "--timeout", "inf"],
+        *(["top", "--interval", wrong] for wrong in ("inf", "nan", "0", "-1", "1e9")),
     ],
     ids=lambda arguments: " ".join(arguments),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.common import DatabaseOption, console, database, settings_from
+from workers.cli.durations import bounded
 from workers.cli.stats import number, sparkline
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from models_db.fleet_now import FleetNow
 
 _REMEMBERED = 60  # looks in the sparkline
+_SHORTEST_S, _LONGEST_S = 0.2, 3600.0  # between two looks
 
 
 def add_to(app: typer.Typer) -> None:
@@ -26,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def top(
-    interval: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
     database_url: DatabaseOption = None,
 ) -> None:
@@ -41,6 +43,7 @@ def top(
     from models_db.fleet_now import look
     from models_db.session import reading
 
+    bounded(interval, "--interval", _SHORTEST_S, _LONGEST_S, "seconds")
     out = console()
     course: deque[float | None] = deque(maxlen=_REMEMBERED)
     settings = settings_from(database_url=database_url)
