@@ -29,6 +29,8 @@ class ApiBatchRecord:
     input_file_id: str
     output_file_id: str | None
     error_file_id: str | None
+    answered: int | None  # lines of the files; unset until they are written
+    unanswered: int | None
     labels: Mapping[str, Any] | None
     feeder: str | None
     feeder_beat: int
@@ -128,12 +130,24 @@ def beat_feeding(conn: Connection, batch_id: str, feeder: str) -> bool:
 
 
 def set_output(
-    conn: Connection, batch_id: str, feeder: str, *, output_file_id: str, error_file_id: str | None
+    conn: Connection,
+    batch_id: str,
+    feeder: str,
+    *,
+    output_file_id: str,
+    error_file_id: str | None,
+    answered: int,
+    unanswered: int,
 ) -> bool:
-    """Note the files that were written; ``False`` when another has taken the batch over."""
+    """Note the files that were written, with their lines; ``False`` when another has taken the batch over."""
     changed = conn.execute(
         update(ApiBatch)
         .where(ApiBatch.batch_id == batch_id, ApiBatch.feeder == feeder)
-        .values(output_file_id=output_file_id, error_file_id=error_file_id)
+        .values(
+            output_file_id=output_file_id,
+            error_file_id=error_file_id,
+            answered=answered,
+            unanswered=unanswered,
+        )
     )
     return changed.rowcount == 1

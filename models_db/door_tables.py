@@ -68,6 +68,8 @@ class ApiBatch(Base):
     input_file_id: Mapped[str] = mapped_column(String(40))
     output_file_id: Mapped[str | None] = mapped_column(String(40))
     error_file_id: Mapped[str | None] = mapped_column(String(40))
+    answered: Mapped[int | None] = mapped_column(Integer)  # lines of the output file, once it is written
+    unanswered: Mapped[int | None] = mapped_column(Integer)  # lines of the error file
     labels: Mapped[dict[str, Any] | None] = mapped_column(JSONType)
     feeder: Mapped[str | None] = mapped_column(String(36))  # which server makes its jobs and its files
     feeder_beat: Mapped[int] = mapped_column(BigInteger)  # only its movement counts, never a clock

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from models_db import api_batches, batches, files
+from models_db.jobs import retry_failed
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, JobState
+from tests.db.helpers import add_workers, claim_one, finish_one, new_result
 from tests.fleet.fleet import Fleet, RedisServer, wait_until
 from tests.fleet.test_serve_batches import line
 from workers.client import Client
 from workers.openai_lines import openai_lines
 from workers.payload import GeneratePayload
+from workers.serve.batches import batch_object
 from workers.serve.feeder import BatchFeeder
 
 IDLE = "nobody"
@@ -176,6 +179,44 @@ def test_many_limited_batches_share_a_few_threads_and_all_live(
             )
         finally:
             feeder.stop()
+
+
+def test_the_counts_of_a_batch_are_the_lines_of_its_files(client: Client) -> None:
+    """An answer that a deadline cut off is in the error file, though its job has succeeded."""
+    batch_id = api_batch(client, 4)
+    feeder = BatchFeeder(client)
+    feeder.look()
+    engine = client.engine()
+    add_workers(engine, "counted")
+    with reading(engine) as conn:
+        whole, cut_off, failed, _ = batches.last_queued(conn, batch_id, 4)
+    ends = {
+        whole: (JobState.SUCCEEDED, new_result()),
+        cut_off: (JobState.SUCCEEDED, new_result(finish_reason="deadline")),
+        failed: (JobState.FAILED, None),
+    }
+    for job_id, (state, result) in ends.items():
+        claim_one(engine, job_id, "counted")
+        assert finish_one(engine, job_id, 1, "counted", state, result)
+
+    def shown() -> tuple[Any, Any, Any]:
+        with reading(engine) as conn:
+            found = api_batches.find_api_batch(conn, batch_id, "")
+            assert found is not None
+            held = [
+                None if file_id is None else b"".join(files.read_file(conn, file_id)).count(b"\n")
+                for file_id in (found[0].output_file_id, found[0].error_file_id)
+            ]
+        return batch_object(*found)["request_counts"], *held
+
+    assert shown() == ({"total": 4, "completed": 2, "failed": 1}, None, None)
+    cancel(client, batch_id)
+    feeder.look()
+    assert shown() == ({"total": 4, "completed": 1, "failed": 3}, 1, 3)
+    # What runs again afterwards is in no file, and changes no count.
+    transaction(engine, lambda conn: retry_failed(conn, ids=[failed]))
+    assert shown() == ({"total": 4, "completed": 1, "failed": 3}, 1, 3)
+    cancel(client, batch_id)
 
 
 def output_of(client: Client, batch_id: str, tenant: str) -> str | None:

@@ -59,7 +59,11 @@ def batch_object(record: ApiBatchRecord, progress: BatchProgress) -> dict[str, A
     if state.terminal and state is not BatchState.FAILED and not written:
         status = "finalizing"
     counts = progress.counts
+    completed = counts[JobState.SUCCEEDED]
     failed = sum(counts[each] for each in (JobState.FAILED, JobState.EXPIRED, JobState.CANCELLED))
+    if record.answered is not None and record.unanswered is not None:
+        # What the files hold. An answer that a deadline cut off is an error there, though its job has succeeded.
+        completed, failed = record.answered, record.unanswered
     ended = when(progress.finished_at) if status != "finalizing" else None
     errors = None
     if progress.error is not None:
@@ -83,7 +87,7 @@ def batch_object(record: ApiBatchRecord, progress: BatchProgress) -> dict[str, A
         "cancelled_at": ended if state is BatchState.CANCELLED else None,
         "request_counts": {
             "total": progress.total or progress.inserted,
-            "completed": counts[JobState.SUCCEEDED],
+            "completed": completed,
             "failed": failed,
         },
         "metadata": dict(record.labels) if record.labels is not None else None,

@@ -306,6 +306,8 @@ class BatchFeeder:
                     self._id,
                     output_file_id=output.id,
                     error_file_id=None if errors is None else errors.id,
+                    answered=written.results,
+                    unanswered=written.errors,
                 )
                 if not done:
                     raise _LostError
