@@ -7,6 +7,8 @@ import importlib
 import platform
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from backend import assembly
 from backend.config import EngineConfig
 from backend.loading import LoadedModel
+from tests.gpu.gpu_lock import device_lock
 from tests.gpu.gpu_logits import Spy
 
 
@@ -73,6 +76,17 @@ def _short_collections() -> None:
     importlib.import_module("transformers.models.auto.modeling_auto")
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Tests of a module that says ``ALONE`` have the device to themselves, whatever runs in other processes."""
+    if not torch.cuda.is_available():
+        return (yield)
+    with device_lock(
+        Path(tempfile.gettempdir()), alone=getattr(getattr(item, "module", None), "ALONE", False)
+    ):
+        return (yield)
 
 
 @pytest.fixture

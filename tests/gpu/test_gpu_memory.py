@@ -28,6 +28,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+ALONE = True  # what is free on the device is measured, and others' tests would take some of it meanwhile
+
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, SIZE, VOCAB, CONTEXT = 2048, 6144, 8, 16, 4, 128, 32000, 4096
 LAYER_BYTES = 2 * HIDDEN * ((HEADS + 2 * KV_HEADS) * SIZE + HEADS * SIZE + 3 * INNER)
 WEIGHT_BYTES = LAYERS * LAYER_BYTES + 2 * 2 * VOCAB * HIDDEN
