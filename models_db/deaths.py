@@ -25,10 +25,20 @@ from sqlalchemy import Connection, func, or_, select, update
 from models_db.base import utcnow
 from models_db.dialects import chunked
 from models_db.jobs import LockedJob, lock_jobs
-from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Worker, WorkerState
+from models_db.tables import SUSPECT_DEATHS, Attempt, AttemptOutcome, Job, JobState, Worker, WorkerState
 from models_db.transitions import close_attempts, end_jobs, queue_jobs
 
-SUSPECT_DEATHS = 2
+__all__ = [
+    "ALONE_DEATHS",
+    "DIED",
+    "KILLED_ITS_WORKER",
+    "SOLO_LIMIT",
+    "SUSPECT_DEATHS",
+    "Burial",
+    "bury",
+    "lose",
+]
+
 ALONE_DEATHS = 3
 SOLO_LIMIT = 2
 

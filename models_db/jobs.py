@@ -33,6 +33,7 @@ from models_db.records import (
     StoredResult,
 )
 from models_db.tables import (
+    SUSPECT_DEATHS,
     TERMINAL_BATCH_STATES,
     TERMINAL_JOB_STATES,
     Attempt,
@@ -330,12 +331,16 @@ def request_cancel(
 ) -> dict[str, JobState]:
     """Cancel: a queued job ends at once, a running one is flagged for its worker, a terminal one stays.
 
+    The delivery of a queued job tells Celery. A suspect has none: it is marked as not published, which has a worker's
+    sweeper publish it (``models_db.suspects.untold_cancels``).
+
     Returns:
         The state of each job afterwards, by id; unknown ids are absent.
     """
     locked = lock_jobs(conn, ids)
     queued = [job.id for job in locked.values() if job.state is JobState.QUEUED]
     running = [job.id for job in locked.values() if job.state is JobState.RUNNING]
+    undelivered = [job_id for job_id in queued if locked[job_id].deaths >= SUSPECT_DEATHS]
     for some in chunked(queued):
         conn.execute(
             update(Job)
@@ -343,6 +348,7 @@ def request_cancel(
             .values(state=JobState.CANCELLED, cancel_requested=True, finished_at=at or utcnow())
         )
         announce_jobs(conn, some)
+    mark_unpublished(conn, undelivered)
     for some in chunked(running):
         conn.execute(update(Job).where(Job.id.in_(some)).values(cancel_requested=True))
     states = {job.id: job.state for job in locked.values()}

@@ -50,6 +50,20 @@ def suspects_waiting(conn: Connection, queue: str) -> Waiting:
     return Waiting(counts.get(False, 0), counts.get(True, 0))
 
 
+def untold_cancels(conn: Connection, queue: str, limit: int) -> list[StoredMessage]:
+    """The messages of suspects that were cancelled while they waited, so many at most, until ``mark_published``.
+
+    No delivery waits for a suspect, so that none would tell Celery of this end.
+    """
+    query = (
+        select(Job.id)
+        .where(Job.state == JobState.CANCELLED, Job.queue == queue, Job.deaths >= SUSPECT_DEATHS)
+        .where(Job.published_at.is_(None), Job.callbacks_sent_at.is_(None))
+        .limit(limit)
+    )
+    return list(stored_messages(conn, conn.scalars(query).all()).values())
+
+
 def take_lock(conn: Connection, name: str, worker_id: str, *, now: datetime | None = None) -> bool:
     """Take the lock unless a worker that lives holds it. Taking it again succeeds."""
     insert_or_ignore(conn, FleetLock, [{"name": name, "owner": None, "taken_at": None}], [FleetLock.name])

@@ -42,7 +42,8 @@ def mark_republished(
 ) -> list[StoredMessage]:
     """Of the jobs seen as queued and last published then, those that still are, marked as published now.
 
-    Of several sweepers only one gets each job. The caller publishes what this returns, after the commit.
+    Of several sweepers only one gets each job. The caller publishes what this returns, after the commit. Doing it
+    again with the same ``now`` returns what an earlier commit with it has marked, whose answer was lost.
     """
     now = now or utcnow()
     won: list[str] = []
@@ -53,7 +54,7 @@ def mark_republished(
             .order_by(Job.id)
             .with_for_update()
         ).all()
-        ids = [row.id for row in rows if row.published_at == seen[row.id]]
+        ids = [row.id for row in rows if row.published_at in (seen[row.id], now)]
         if ids:
             conn.execute(update(Job).where(Job.id.in_(ids)).values(published_at=now))
         won.extend(ids)

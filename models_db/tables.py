@@ -39,6 +39,10 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
+# Deaths of workers that had a job in flight; from then on no delivery starts it (models_db.deaths).
+SUSPECT_DEATHS = 2
+
+
 class BatchState(StrEnum):
     """Where a bulk submission is. The last four are terminal."""
 

@@ -7,6 +7,7 @@ the claim, so sweepers of several workers may do the same at once.
 * A message can be lost between Redis and the worker that took it, or with Redis itself. Then more rows are queued
   than messages wait. While that lasts, the one sweeper of the queue that Redis's lease names looks which queued
   jobs no list and no unacknowledged delivery holds; those it finds twice in a row it publishes again.
+* Of a suspect that is cancelled while it waits no delivery is about, either: it is published once, which tells Celery.
 * Unreadable messages that a consumer put aside go into the table ``dead_letter``.
 """
 
@@ -28,8 +29,9 @@ from sqlalchemy import Connection, select
 from models_db.base import utcnow
 from models_db.dead_letters import NewDeadLetter, store_dead_letters
 from models_db.deaths import SUSPECT_DEATHS, Burial, bury
-from models_db.jobs import stored_messages
+from models_db.jobs import mark_published, stored_messages
 from models_db.records import StoredMessage
+from models_db.suspects import untold_cancels
 from models_db.sweeping import mark_republished, queued_count, queued_page
 from models_db.tables import Job
 from workers.actor import Action, Actor
@@ -90,6 +92,7 @@ class Sweeper:
         self._next_audit = clock() + _AUDIT_S
         self._counting = False
         self._keeping = False
+        self._telling = False
         self._next_count = self._next_scan = clock()
         self._redis_away = False
         self._asked: dict[int, float] = {}  # what the database has not answered yet, with when it was asked
@@ -203,6 +206,23 @@ class Sweeper:
         messages = [entry.message for entry in stored if entry.message is not None]
         return not messages or self._with_redis(partial(self._view.publish, messages), done=True) is not None
 
+    def _tell_cancels(self) -> None:
+        """Publish suspects that were cancelled while they waited, then note it: rather twice than never."""
+        if not self._telling:
+            self._telling = True
+            self._ask(partial(untold_cancels, queue=self._queue, limit=_PUBLISH), self._on_untold)
+
+    def _on_untold(self, future: Future[list[StoredMessage]]) -> None:
+        self._telling = False
+        if future.exception() is not None or not future.result() or not self._publish(future.result()):
+            return  # they are found again
+        self._telling = True
+        ids = [entry.id for entry in future.result()]
+        self._ask(partial(mark_published, ids=ids, at=utcnow()), self._on_told)
+
+    def _on_told(self, _future: Future[None]) -> None:
+        self._telling = False
+
     # ------------------------------------------------------------------------------------------- lost deliveries
 
     def _tick(self) -> None:
@@ -221,6 +241,7 @@ class Sweeper:
         now = self._clock()
         if self._counting or now < self._next_count:
             return
+        self._tell_cancels()
         self._counting = True
         self._ask(partial(queued_count, queue=self._queue), partial(self._on_count, now))
 
@@ -277,7 +298,8 @@ class Sweeper:
         ids = sorted(lost)
         for start in range(0, len(ids), _PUBLISH):
             some = {job_id: lost[job_id] for job_id in ids[start : start + _PUBLISH]}
-            self._ask(partial(mark_republished, seen=some), self._on_marked)
+            # With the present as it is now, so that it can be done again after a commit whose answer was lost.
+            self._ask(partial(mark_republished, seen=some, now=utcnow()), self._on_marked)
 
     def _on_marked(self, future: Future[list[StoredMessage]]) -> None:
         if future.exception() is None and future.result() and self._publish(future.result()):
@@ -333,12 +355,12 @@ class Sweeper:
     def _on_fault(self, error: Exception) -> None:
         logger.error("Fault in the sweeper: %r", error, exc_info=error)
         self._forget()
-        self._counting = self._keeping = False
+        self._counting = self._keeping = self._telling = False
 
 
-def _burial(worker_id: str) -> Callable[[Connection], Burial]:
+def _burial(worker_id: str, at: datetime | None = None) -> Callable[[Connection], Burial]:
     """Buries a worker; run again after a commit whose answer was lost, it says what that has done."""
-    now, tries = utcnow(), itertools.count()
+    now, tries = at or utcnow(), itertools.count()
 
     def work(conn: Connection) -> Burial:
         return bury(conn, worker_id, now=now, replay=next(tries) > 0)

@@ -20,12 +20,23 @@ from models_db.errors import CommitUnknownError, DatabaseUnavailableError, Tenan
 from models_db.jobs import job_states, mark_callbacks_sent, request_cancel
 from models_db.session import certain, transaction
 from models_db.suspects import take_lock
+from models_db.sweeping import mark_republished
 from models_db.tables import Attempt, AttemptOutcome, EngineSample, Job, JobState, Result, Worker, WorkerState
 from models_db.tenants import TenantUsage
 from models_db.workers import set_worker_state
 from models_db.writer import DatabaseThread
 from tests.db.conftest import wipe
-from tests.db.helpers import add_jobs, add_workers, at, claim_one, finish_one, new_job, new_result, new_sample
+from tests.db.helpers import (
+    T0,
+    add_jobs,
+    add_workers,
+    at,
+    claim_one,
+    finish_one,
+    new_job,
+    new_result,
+    new_sample,
+)
 from tests.db.outage import Outage
 from workers.bulk_input import BulkLine, LineError
 from workers.bulk_reuse import Reuser
@@ -34,6 +45,7 @@ from workers.client import AsyncClient, Client, SubmissionUnknownError, sync
 from workers.client.sync import Submission
 from workers.serve.errors import from_exception
 from workers.settings import load_settings
+from workers.sweeper import _burial
 
 LIMIT_S = 20
 ENDS = [state for state in JobState if state.terminal]
@@ -229,6 +241,10 @@ def test_work_that_is_in_its_own_way_is_looked_for_again(db):
     assert tries == [False, True, True]
 
 
+# As a sweeper saw them; of the second another one was quicker.
+SEEN = {"unheard": at(90), "heard": at(90), "unheard yet": None}
+
+
 def everything(thread: DatabaseThread) -> dict[str, Future[Any]]:
     """Every operation of the writer, with each of its answers, for one batch."""
     claims = {
@@ -262,13 +278,20 @@ def everything(thread: DatabaseThread) -> dict[str, Future[Any]]:
         "told": thread.call(lambda conn: mark_callbacks_sent(conn, ["ended"], at=at(3))),
         "cancel": thread.call(lambda conn: request_cancel(conn, ["queued"])),
         "lock": thread.call(lambda conn: take_lock(conn, "lock", "w")),
+        "buried": thread.call(_burial("fallen", at(100))),
+        "left": thread.call(_burial("stopped", at(100))),
+        "republished": thread.call(lambda conn: mark_republished(conn, SEEN, now=at(100))),
     }
     return claims | ends | others
 
 
+GONE = ("fallen", "stopped")  # workers that others bury
+LEFT = ("plain", "cancelled", "suspect", "told")  # what each of them had
+
+
 def prepared(engine: Engine) -> None:
     """A world in which each of them has something to do."""
-    add_workers(engine, "w", "live", "dead")
+    add_workers(engine, "w", "live", "dead", "fallen", "stopped")
     running = ["here", "released", "lost", *(f"ends-{state}" for state in ENDS)]
     fresh = ["fresh", "unwanted", "ended", "suspect", "queued", "elsewhere", "orphan", *running]
     add_jobs(engine, *fresh, created_at=at(90))
@@ -278,21 +301,39 @@ def prepared(engine: Engine) -> None:
         claim_one(engine, job_id, "w", now=at(91))
     claim_one(engine, "elsewhere", "live", now=at(91))
     claim_one(engine, "orphan", "dead", now=at(91))
+    add_jobs(engine, *(f"{name} {worker}" for worker in GONE for name in LEFT), created_at=at(90))
+    for worker in GONE:
+        for name in LEFT:
+            claim_one(engine, f"{name} {worker}", worker, now=at(91))
+        finish_one(engine, f"told {worker}", 1, worker, now=T0)
+    add_jobs(engine, *SEEN, created_at=at(90))
     claim_one(engine, "ended", "w", now=at(91))
     finish_one(engine, "ended", 1, "w", now=at(92))
     with engine.begin() as conn:
         conn.execute(update(Job).where(Job.id == "suspect").values(deaths=2))
         conn.execute(update(Job).where(Job.id == "unwanted").values(cancel_requested=True))
+        for worker in GONE:
+            named = {name: update(Job).where(Job.id == f"{name} {worker}") for name in LEFT}
+            conn.execute(named["cancelled"].values(cancel_requested=True))
+            conn.execute(named["suspect"].values(deaths=1))
+        set_worker_state(conn, "stopped", WorkerState.STOPPED)
+        for job_id, published_at in SEEN.items():
+            conn.execute(update(Job).where(Job.id == job_id).values(published_at=published_at))
+        conn.execute(update(Job).where(Job.id == "heard").values(published_at=at(95)))
 
 
 def left_behind(engine: Engine) -> dict[str, Any]:
     """What the tables say, but for times that differ from run to run."""
     with engine.connect() as conn:
         jobs = select(Job.id, Job.state, Job.attempt, Job.owner, Job.deaths, Job.solo_deaths, Job.error_type)
+        published = select(Job.id, Job.published_at).where(
+            Job.published_at <= at(100)
+        )  # the rest by our own clock
         runs = select(Attempt.job_id, Attempt.number, Attempt.worker_id, Attempt.outcome, Attempt.ended_at)
         workers = select(Worker.id, Worker.state, Worker.heartbeat)
         return {
             "jobs": sorted(map(repr, conn.execute(jobs))),
+            "published": sorted(map(repr, conn.execute(published))),
             "runs": sorted(map(repr, conn.execute(runs))),
             "workers": sorted(map(repr, conn.execute(workers))),
             "results": sorted(map(repr, conn.execute(select(Result.job_id, Result.text)))),
@@ -344,6 +385,11 @@ def test_every_operation_of_the_writer_answers_as_if_its_commit_had_not_been_los
         True,
         False,
     ]
+    buried, left_there = answers["buried"], answers["left"]
+    assert (buried.queued, buried.suspects) == (["plain fallen"], ["suspect fallen"])
+    assert (buried.ended, buried.untold) == (["cancelled fallen"], ["told fallen"])
+    assert left_there.queued == ["cancelled stopped", "plain stopped", "suspect stopped"]
+    assert [message.id for message in answers["republished"]] == ["unheard", "unheard yet"]
     again, left_again = at_once(db, goes_through)
     assert left_again == left
     assert {name: _shown(answer) for name, answer in again.items()} == {

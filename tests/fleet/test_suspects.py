@@ -10,17 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.exceptions import TaskRevokedError
 from celery.worker import control as celery_control
 from celery.worker import state as worker_state
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, update
 
 from backend.api import EngineDeadError
+from models_db.base import utcnow
 from models_db.claims import WAITED_TOO_LONG
 from models_db.deaths import ALONE_DEATHS, KILLED_ITS_WORKER, SOLO_LIMIT, SUSPECT_DEATHS
 from models_db.jobs import insert_jobs, request_cancel
 from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
+from models_db.suspects import untold_cancels
 from models_db.tables import AttemptOutcome, FleetLock, Job, JobState, WorkerState
 from models_db.workers import set_worker_state
 from tests.fleet.conftest import MakeFleet
@@ -279,6 +282,36 @@ def test_a_suspect_can_be_cancelled_and_its_lock_outlives_no_worker(engine: Engi
     world.run()
     assert b.backend.submitted == ["j"], "the lock of a dead worker is free"
     assert world.state("k") is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("deaths", [SUSPECT_DEATHS, ALONE_DEATHS], ids=["in a group", "alone"])
+def test_a_delivery_tells_celery_of_a_suspect_that_was_cancelled_while_it_waited(
+    engine: Engine, deaths: int
+) -> None:
+    accept(engine, ["j"], deaths=deaths, published_at=utcnow())
+    with engine.begin() as conn:
+        assert request_cancel(conn, ["j"]) == {"j": JobState.CANCELLED}
+        (message,) = untold_cancels(conn, queue_for("echo"), 10)
+    assert message.id == "j"
+    world = World(engine)
+    worker = world.worker()
+    worker.deliver("j")  # as the sweeper publishes it
+    world.run()
+    assert (worker.backend.submitted, worker.tracer.traced) == ([], ["j"])
+
+
+def test_celery_hears_of_the_cancel_of_a_waiting_suspect(make_fleet: MakeFleet) -> None:
+    """With a worker, and Celery's own result: whoever waits for it would wait for ever."""
+    fleet = make_fleet()
+    job_id = fleet.submit("told", prompt="some words", max_tokens=2)
+    with fleet.engine.begin() as conn:
+        conn.execute(update(Job).where(Job.id == job_id).values(deaths=SUSPECT_DEATHS))
+        request_cancel(conn, [job_id])
+    fleet.redis.client.flushall()
+    fleet.worker()
+    result = fleet.app.AsyncResult(job_id)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=30)
 
 
 def stored_message(**headers: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from models_db.base import utcnow
 from models_db.claims import ClaimItem, claim
 from models_db.dead_letters import list_dead_letters
 from models_db.deaths import SUSPECT_DEATHS
-from models_db.jobs import insert_jobs, mark_published
+from models_db.jobs import insert_jobs, mark_callbacks_sent, mark_published, request_cancel
 from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
@@ -276,6 +276,34 @@ def test_an_end_that_could_not_be_announced_is_announced_later(place: Place) -> 
     view._connect = reachable
     place.pass_time(2, sweeper)
     assert place.listed() == [job_id]
+
+
+def test_the_cancel_of_a_suspect_that_waits_is_told_once_redis_can_be_reached(place: Place) -> None:
+    """No delivery may start a suspect, so that none is left that would tell Celery of this end."""
+    *cancelled, queued, plain, told = place.accept(5)
+    with place.engine.begin() as conn:
+        suspects = [*cancelled, queued, told]
+        conn.execute(update(Job).where(Job.id.in_(suspects)).values(deaths=SUSPECT_DEATHS))
+        request_cancel(conn, [*cancelled, plain, told])
+        mark_callbacks_sent(conn, [told])
+    place.redis.flushall()
+    sweeper = place.sweeper()
+    publish = sweeper._view.publish
+    refused: list[int] = []
+
+    def refuse(messages: Any) -> None:
+        refused.append(len(messages))
+        raise ConnectionError("Redis is away")
+
+    sweeper._view.publish = refuse  # type: ignore[method-assign]
+    place.pass_time(3, sweeper)
+    assert set(refused) == {2}
+    sweeper._view.publish = publish  # type: ignore[method-assign]
+    place.pass_time(1, sweeper)
+    assert place.listed() == cancelled
+    place.redis.flushall()  # a worker has taken them
+    place.pass_time(5, sweeper)
+    assert place.listed() == [], "not again"
 
 
 def test_dead_letters_go_into_the_table(place: Place) -> None:
