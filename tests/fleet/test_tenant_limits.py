@@ -11,12 +11,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import Connection, event, func, select
 from typer.testing import CliRunner
 
 from backend.api import RequestError
 from models_db import api_batches, batches, files, keys
-from models_db.batches import BatchProgress
 from models_db.errors import TenantLimitError
 from models_db.session import transaction
 from models_db.tables import BatchState, Job, JobState
@@ -102,17 +101,23 @@ def test_a_file_of_a_limited_tenant_runs_to_its_end_a_few_lines_at_a_time(
 ) -> None:
     told: list[TenantLimitError] = []
     seen: list[int] = []
+    unended = select(func.count()).where(
+        Job.tenant == "file", Job.state.in_((JobState.QUEUED, JobState.RUNNING))
+    )
 
-    def look(now: BatchProgress) -> None:
-        seen.append(now.inserted - now.done)
+    def look(conn: Connection) -> None:
+        """Before a commit of the feeding: what it has just put in cannot have ended."""
+        seen.append(conn.scalar(unended) or 0)
 
     source = source_of(tmp_path / "in.jsonl", 60, tenant="file")
     with Client(limited(fleet, tenant_max_open_jobs=7)) as client, source.open("rb") as file:
         made, _ = validate_source(str(source), file, LineOptions(defaults={"model": "smollm2"}))
-        runner = BulkRunner(client, report=look, waiting=told.append)
-        ended = runner.run(runner.create("limited", made), made, file)
+        runner = BulkRunner(client, waiting=told.append)
+        batch_id = runner.create("limited", made)
+        event.listen(client.engine(), "commit", look)
+        ended = runner.run(batch_id, made, file)
     assert (ended.state, ended.counts[JobState.SUCCEEDED]) == (BatchState.COMPLETED, 60)
-    assert 0 < max(seen) <= 7
+    assert max(seen) == 7
     assert [error.limit for error in told] == [7]  # once, not at each look
 
 
