@@ -10,7 +10,8 @@ backend is done, a commit is answered, someone cancels. It never waits for any o
                       ├─ gone ──────► ack: its row has been pruned
                       └─ terminal ──► tracer with the stored outcome ─► callback, ack
 
-Results are committed before anything is acknowledged, and count only while the attempt is the current one.
+Results are committed before anything is acknowledged, and count only while the attempt is the current one. What waits
+for the claim's answer while the database is away goes back to its queue (``workers.cut_off``).
 Everything that touches Celery's requests is posted to the main thread.
 """
 
@@ -21,9 +22,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from celery.utils.log import get_logger
 
@@ -34,6 +36,7 @@ from models_db.errors import WriterStoppedError
 from models_db.jobs import request_cancel
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
+from workers.cut_off import CutOff
 from workers.endings import Endings, Post, Tracer
 from workers.intake import Delivery, read_delivery
 from workers.payload import NewerPayloadError, queue_for
@@ -47,8 +50,17 @@ from workers.suspects import Suspects
 from workers.tasks import Outcome
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 _REVOKES_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A delivery that waits for the database's answer."""
+
+    delivery: Delivery
+    answer: Future[Any]
 
 
 class DeliveryTable:
@@ -61,6 +73,7 @@ class DeliveryTable:
         pause: called on the main thread to take nothing more from the queues, or to go on.
         worker_id: this incarnation.
         spool: keeps results while the database is away.
+        silence_s: seconds since the database took a heartbeat of this worker.
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class DeliveryTable:
         pause: Callable[[bool], None] = lambda paused: None,
         worker_id: str = "",
         spool: Spool | None = None,
+        silence_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -117,7 +131,15 @@ class DeliveryTable:
             now=now,
         )
         self._strays = Strays(self._actor, store, self._held_jobs, announce)
-        self._claiming: dict[int, str] = {}
+        self.outage = CutOff(
+            self._actor,
+            self,
+            silence_s,
+            limit_s=settings.dead_after_s,
+            period_s=settings.heartbeat_interval_s,
+            clock=clock,
+        )
+        self._asked: dict[int, _Asked] = {}
         self._pause = pause
         self._isolated = False
         self._numbers = itertools.count(1)
@@ -198,6 +220,7 @@ class DeliveryTable:
     def start(self) -> None:
         """Run the table in a thread of its own."""
         self.suspects.start()
+        self.outage.start()
         self.watch_revokes()
         self._actor.start()
 
@@ -213,9 +236,19 @@ class DeliveryTable:
     def isolate(self, alone: bool) -> None:
         """Take no deliveries, while a suspect runs alone; on the table's thread."""
         self._isolated = alone
-        self._post(partial(self._pause, alone))
+        self._set_pause()
         if alone:
             self._hand_back_waiting()
+
+    def cut_off(self, away: bool) -> None:
+        """See ``workers.cut_off``; on the table's thread."""
+        self._set_pause()
+        if away:
+            self._hand_back_waiting()
+            self._hand_back_asked()
+
+    def _set_pause(self) -> None:
+        self._post(partial(self._pause, self._isolated or self.outage.away))
 
     def stop(self) -> None:
         """End the thread, whatever is in the table."""
@@ -228,7 +261,7 @@ class DeliveryTable:
     # --------------------------------------------------------------------------------------------------- arrival
 
     def _on_deliver(self, delivery: Delivery) -> None:
-        if self._runs.closing or self._isolated:
+        if self._runs.closing or self._isolated or self.outage.away:
             self._endings.hand_back(delivery)
             return
         read_delivery(delivery, self._settings, self._now())
@@ -260,12 +293,41 @@ class DeliveryTable:
 
     def _claim(self, delivery: Delivery) -> None:
         assert delivery.job is not None
-        self._claiming[delivery.number] = delivery.job_id
         item = ClaimItem(delivery.job, self._settings.max_queue_age_s, delivery.request.stored)
-        self._actor.when(self._store.claim(item), partial(self._on_claimed, delivery))
+        self._ask(delivery, self._store.claim(item), self._on_claimed)
+
+    def _ask(
+        self, delivery: Delivery, answer: Future[T], answered: Callable[[Delivery, Future[T]], None]
+    ) -> None:
+        """Go on with the database's answer, unless the delivery has gone back by then."""
+        self._asked[delivery.number] = _Asked(delivery, answer)
+        self._actor.when(answer, partial(self._on_answer, delivery, answered))
+
+    def _on_answer(
+        self, delivery: Delivery, answered: Callable[[Delivery, Future[T]], None], future: Future[T]
+    ) -> None:
+        del self._asked[delivery.number]
+        if not delivery.returned:
+            answered(delivery, future)
+        elif not future.cancelled() and future.exception() is None:
+            claim = future.result()
+            if isinstance(claim, ClaimOutcome) and claim.kind is ClaimKind.CLAIMED:
+                self._runs.decline(claim, "claimed when its message had been handed back")
+
+    def _hand_back_asked(self) -> None:
+        """What the database cannot be asked for can be run by others. A claim may still go through, see above."""
+        for asked in list(self._asked.values()):
+            delivery = asked.delivery
+            if asked.answer.done() or delivery.returned:
+                continue  # its turn comes next
+            delivery.returned = True
+            if delivery.abandoned:
+                self._endings.leave(delivery)
+            else:
+                self._endings.hand_back(delivery)
+            asked.answer.cancel()
 
     def _on_claimed(self, delivery: Delivery, future: Future[ClaimOutcome]) -> None:
-        self._claiming.pop(delivery.number, None)
         if error := future.exception():
             self._on_unclaimable(delivery, error)
             return
@@ -339,17 +401,17 @@ class DeliveryTable:
 
     def _flag_elsewhere(self, delivery: Delivery) -> None:
         """It is revoked and not ours: flag the row, so that whoever runs it ends it, then acknowledge."""
+        answer = self._store.call(lambda conn: request_cancel(conn, [delivery.job_id]))
+        self._ask(delivery, answer, self._on_flagged)
 
-        def flagged(future: Future[Any]) -> None:
-            if future.exception() is not None:
-                self._endings.hand_back(delivery)
-            else:
-                self._endings.acknowledge_ending(delivery)
-
-        self._actor.when(self._store.call(lambda conn: request_cancel(conn, [delivery.job_id])), flagged)
+    def _on_flagged(self, delivery: Delivery, future: Future[Any]) -> None:
+        if future.exception() is not None:
+            self._endings.hand_back(delivery)
+        else:
+            self._endings.acknowledge_ending(delivery)
 
     def _held_jobs(self) -> set[str]:
-        return self._runs.ids() | set(self._claiming.values())
+        return self._runs.ids() | {asked.delivery.job_id for asked in self._asked.values()}
 
     def _on_owned(self, owned: Mapping[str, int]) -> None:
         if not self.suspects.claiming:  # nobody knows yet which they are

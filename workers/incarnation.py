@@ -148,6 +148,7 @@ class Incarnation:
         self._backend: Backend | None = None
         self._dead: frozenset[str] = frozenset()
         self._counter = 0
+        self._alive_at = clock()
         self._beating: Future[Any] | None = None
         self._looking: Future[Any] | None = None
         self._stop = threading.Event()
@@ -160,6 +161,10 @@ class Incarnation:
     def dead_ids(self) -> frozenset[str]:
         """Incarnations whose jobs may be taken over; for the claim, from any thread."""
         return self._dead
+
+    def silence_s(self) -> float:
+        """Seconds since the database took a heartbeat, by which others judge, too; from any thread."""
+        return self._clock() - self._alive_at
 
     def start(self, db: DatabaseThread) -> None:
         """Begin to beat, before the model is loaded: loading can take longer than death."""
@@ -276,7 +281,11 @@ class Incarnation:
         self._on_owned(sight.owned)
 
     def _on_alive(self, future: Future[WorkerState | None]) -> None:
-        if future.exception() is None and future.result() is WorkerState.DEAD and not self._stop.is_set():
+        if future.exception() is not None:
+            return
+        if future.result() is not WorkerState.DEAD:
+            self._alive_at = self._clock()
+        elif not self._stop.is_set():
             self._on_dead(
                 DeclaredDeadError("other workers saw no heartbeat and take the jobs of this one over")
             )

@@ -57,6 +57,7 @@ class Delivery:
     accepted: bool = False
     ending: JobState | None = None  # revoked or expired: commit this, acknowledge without the tracer
     abandoned: bool = False  # neither callback nor acknowledgement any more
+    returned: bool = False  # it has ended here before the database has answered
     terminated: Callable[[], None] | None = None
 
     @property

@@ -167,6 +167,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             pause=self._pause,
             worker_id=incarnation.id,
             spool=spool,
+            silence_s=incarnation.silence_s,
             now=db.now,
         )
         table.start()

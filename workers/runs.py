@@ -180,6 +180,11 @@ class Runs:
         else:
             self._admit(run)
 
+    def decline(self, claim: ClaimOutcome, why: str) -> None:
+        """Release what was claimed for a delivery that is no longer here."""
+        run = self._runs[claim.job_id] = Run(claim.job_id, claim.attempt, "", None)
+        self.release(run, AttemptOutcome.RELEASED, why)
+
     def join(self, delivery: Delivery, run: Run) -> None:
         """Another delivery of a job that runs here shares the run."""
         run.deliveries.append(delivery)

@@ -21,6 +21,8 @@ from tests.servers import Kind
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(240)]
 
 SILENT = "is dead: its heartbeat stands still"
+CUT_OFF = "it takes no messages"
+CONSUMES = "messages are taken from the queues again"
 PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 
 
@@ -85,7 +87,7 @@ def test_the_database_hangs_without_a_word(make_world: MakeWorld) -> None:
 def test_one_worker_is_cut_off_from_the_database_while_the_others_live(
     make_world: MakeWorld, how: str
 ) -> None:
-    """It can neither beat nor store: the others take its jobs over, and what it computed meanwhile does not count."""
+    """It can neither beat nor store: the others take over what it ran, and get what it has taken and cannot claim."""
     world = make_world(engine=PACED)
     assert world.database_proxy is not None
     own = Proxy(world.database_proxy.target)
@@ -100,20 +102,25 @@ def test_one_worker_is_cut_off_from_the_database_while_the_others_live(
         lonely.ready()
         jobs = world.submit_words(16, 20 * 6)
         world.wait_running(jobs)
-        more = world.submit_words(24, 20)
         pid = lonely.pid()
         assert pid is not None
         world.harmed.add(pid)
         with world.fault("one worker without a database"):
             own.refuse() if how == "refused" else own.freeze()
+            more = world.submit_words(24, 20)
             wait_until(lambda: SILENT in other.log, 60, "the other worker to find it dead")
-            world.wait_some(JobState.SUCCEEDED, 8, 60)  # the other one goes on with its own
+            wait_until(lambda: CUT_OFF in lonely.log, 10, "the lonely worker to notice")
+            # For the other one what is left is a dozen seconds of work.
+            world.wait_some(JobState.SUCCEEDED, len(jobs) + len(more), 30)
+            assert lonely.pid() == pid, "it is still there, and still cut off"
+            assert CONSUMES not in lonely.log
             own.forward()
         verdict = world.finish().assert_ok()
     finally:
         own.close()
     assert verdict.attempts["lost"] > 0
     assert verdict.attempts["succeeded"] == len(jobs) + len(more)
+    assert set(verdict.attempts) <= {"lost", "released", "succeeded"}, "nothing counts as failed"
 
 
 @pytest.mark.chaos_long

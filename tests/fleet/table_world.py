@@ -103,7 +103,10 @@ def answer(reason: FinishReason = FinishReason.STOP, tokens: int = 2) -> Generat
 
 
 class SqlStore:
-    """The database thread without a thread. ``away`` keeps operations back until ``settle``."""
+    """The database thread without a thread. ``away`` keeps operations back until ``settle``.
+
+    Those that are kept back can be cancelled, unless ``on_the_way`` says that they are in a transaction by then.
+    """
 
     def __init__(self, engine: Engine, worker_id: str, now: Callable[[], datetime]) -> None:
         self._engine = engine
@@ -111,6 +114,7 @@ class SqlStore:
         self._worker_id = worker_id
         self.dead: set[str] = set()
         self.away = False
+        self.on_the_way = False
         self._waiting: list[Action] = []
         self.finish_error: BaseException | None = None
 
@@ -140,8 +144,13 @@ class SqlStore:
 
     def _do(self, work: Callable[[Connection], T]) -> Future[T]:
         future: Future[T] = Future()
+        begun = self.away and self.on_the_way
+        if begun:
+            future.set_running_or_notify_cancel()
 
         def act() -> None:
+            if not begun and not future.set_running_or_notify_cancel():
+                return
             try:
                 with self._engine.begin() as conn:
                     value = work(conn)
@@ -335,9 +344,18 @@ class TestWorker:
             announce=world.published.extend,
             pause=self._pause,
             worker_id=name,
+            silence_s=self._silence_s,
         )
         self.paused = False
+        self._heard_at = world.clock()
         self.table.suspects.start()
+        self.table.outage.start()
+
+    def _silence_s(self) -> float:
+        """Heartbeats get through at any moment at which operations do."""
+        if not self.store.away:
+            self._heard_at = self.world.clock()
+        return self.world.clock() - self._heard_at
 
     def _pause(self, paused: bool) -> None:
         self.paused = paused

@@ -609,7 +609,7 @@ def test_whatever_happens_each_job_ends_once(world: World, engine: Engine, seed:
             if not request.ended:
                 worker.table.revoke(request, JobState.CANCELLED)
         elif action < 0.85:
-            worker.store.away = True
+            worker.store.away, worker.store.on_the_way = True, dice.random() < 0.5
         elif action < 0.92:
             worker.store.settle()
         elif action < 0.95:
@@ -629,7 +629,7 @@ def test_whatever_happens_each_job_ends_once(world: World, engine: Engine, seed:
             live.remove(worker)
             live.append(start())
         else:
-            world.clock.seconds += dice.choice([0.5, 2])
+            world.clock.seconds += dice.choice([0.5, 2, 7])
         if dice.random() < 0.7:
             world.run()
             for each in live:
