@@ -125,6 +125,33 @@ def test_a_heartbeat_waits_for_no_look() -> None:
     assert (len(db.beats), len(db.looks)) == (4, 2)
 
 
+def test_silence_ends_with_a_heartbeat_that_the_database_took() -> None:
+    settings = load_settings(database_url="sqlite:///unused.db")
+    now, told = [100.0], list[str]()
+    incarnation = Incarnation(
+        settings,
+        new_worker(settings),
+        on_cancel=lambda ids: None,
+        on_dead=lambda error: told.append(error.code),
+        clock=lambda: now[0],
+    )
+    incarnation._db = db = Beats()  # type: ignore[assignment]
+    incarnation.beat()
+    now[0] += 7
+    assert incarnation.silence_s() == 7
+    db.beats[-1].set_exception(RuntimeError("refused"))
+    assert incarnation.silence_s() == 7
+    incarnation.beat()
+    db.beats[-1].set_result(WorkerState.ONLINE)
+    assert incarnation.silence_s() == 0
+    incarnation.beat()
+    now[0] += 7
+    db.beats[-1].set_result(WorkerState.DEAD)
+    assert (incarnation.silence_s(), told) == (7, ["declared_dead"]), (
+        "who is held for dead takes nothing more"
+    )
+
+
 def test_a_worker_that_cannot_beat_any_more_says_so() -> None:
     settings = load_settings(database_url="sqlite:///unused.db")
     row, told = new_worker(settings), list[str]()
