@@ -47,7 +47,10 @@ def test_the_database_is_stopped(make_world: MakeWorld, kind: Kind, seconds: int
     world.server.start()
     verdict = world.finish().assert_ok()
     assert verdict.exit_codes == [0, 0]
-    assert verdict.attempts == {"succeeded": len(jobs)}, "the results waited and nothing was run again"
+    # A claim that was on its way when the worker gave its messages back, and is committed once the database is back,
+    # is released: nothing of it ran.
+    ran = {outcome: count for outcome, count in verdict.attempts.items() if outcome != "released"}
+    assert ran == {"succeeded": len(jobs)}, "the results waited and nothing was run again"
 
 
 @pytest.mark.chaos_long
