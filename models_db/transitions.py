@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Update, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, Update, bindparam, func, insert, select, update
 
 from models_db.callbacks import announce_jobs
 from models_db.dialects import among, chunked
@@ -18,7 +18,9 @@ from models_db.jobs import LockedJob
 from models_db.tables import Attempt, AttemptOutcome, Job, JobState
 
 # Claims and ends come many times a second, so their statements are built once (see ``among``).
-_ARE_OPEN = (among(Job.id), or_(Job.state == JobState.QUEUED, Job.state == JobState.RUNNING))
+# The state is written so that no index answers it: PostgreSQL, until it has statistics of a table that a bulk run has
+# just filled, expects few rows in a state, and would look through all that wait for each claim.
+_ARE_OPEN = (among(Job.id), func.lower(Job.state).in_([JobState.QUEUED.value, JobState.RUNNING.value]))
 _START = (
     update(Job)
     .where(*_ARE_OPEN)

@@ -11,6 +11,7 @@ from sqlalchemy import Dialect, Engine, event, select, text, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import IntegrityError, StatementError
 
+from models_db import transitions
 from models_db.base import JsonText
 from models_db.dialects import among, insert_rows
 from models_db.errors import DatabaseUnavailableError
@@ -153,3 +154,21 @@ def test_naming_few_rows_of_many_looks_at_few(db: Engine, kind: str) -> None:
             conn.execute(select(Job.id).where(among(Job.id)), {"ids": ["0007", "0008"]}).cursor.fetchall()
         )
     assert {"sqlite": "SEARCH job", "postgresql": "Index", "mariadb": "'range'"}[kind] in plan
+
+
+def test_a_claim_looks_at_its_own_rows_before_the_database_knows_the_table(db: Engine, kind: str) -> None:
+    """A bulk run has filled the table a moment ago, and nobody has counted what is in it."""
+    add_jobs(db, *(f"{n:05}" for n in range(5000)))
+    explain = "EXPLAIN QUERY PLAN " if kind == "sqlite" else "EXPLAIN "
+
+    def ask(*args: Any) -> tuple[str, Any]:
+        return explain + args[2], args[3]
+
+    with db.connect() as conn:
+        if kind == "postgresql":
+            conn.exec_driver_sql("SET plan_cache_mode = force_generic_plan")
+        event.listen(conn, "before_cursor_execute", ask, retval=True)
+        statement = update(Job).where(*transitions._ARE_OPEN).values(owner="w")
+        plan = str(conn.execute(statement, {"ids": ["00007", "00008"]}).cursor.fetchall())
+    assert "state" not in plan.partition("Filter")[0]
+    assert {"sqlite": "SEARCH job", "postgresql": "pk_job", "mariadb": "PRIMARY"}[kind] in plan
