@@ -19,6 +19,7 @@ from models_db.callbacks import insert_job_callbacks
 from models_db.deaths import DIED, SUSPECT_DEATHS, lose
 from models_db.dialects import chunked, insert_or_ignore, insert_rows
 from models_db.errors import DatabaseError, InvalidValueError
+from models_db.faults import refusal
 from models_db.jobs import LockedJob, job_results, lock_jobs
 from models_db.records import NewJob, StoredResult
 from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Result
@@ -98,6 +99,20 @@ class FinishItem:
             raise InvalidValueError("state", "must be terminal", value=self.state)
         if self.state is JobState.SUCCEEDED and (self.result is None or self.error_type is not None):
             raise InvalidValueError("result", "a success needs a result and no error")
+
+
+def refused_end(item: FinishItem, error: BaseException) -> FinishItem:
+    """The least that can be stored instead of an end that the database refuses: a failure with no text of the job's."""
+    why = f"the database refused the end of this job ({refusal(error)}); the worker's log says more"
+    return FinishItem(
+        item.job_id,
+        item.attempt,
+        JobState.FAILED,
+        None,
+        type(error).__name__.encode("ascii", "replace").decode(),
+        why,
+        item.callback,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -24,9 +25,12 @@ from sqlalchemy import Connection, func, or_, select, update
 
 from models_db.base import utcnow
 from models_db.dialects import chunked
+from models_db.faults import Fault, classify, summary
 from models_db.jobs import LockedJob, lock_jobs
 from models_db.tables import SUSPECT_DEATHS, Attempt, AttemptOutcome, Job, JobState, Worker, WorkerState
 from models_db.transitions import close_attempts, end_jobs, queue_jobs
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "ALONE_DEATHS",
@@ -55,6 +59,7 @@ class Burial:
     queued: list[str] = field(default_factory=list)  # to be published again
     suspects: list[str] = field(default_factory=list)  # queued, but not for everyone
     ended: list[str] = field(default_factory=list)  # failed or cancelled by this; Celery has to hear of it
+    refused: list[str] = field(default_factory=list)  # left as they are: the database refuses to end them
     untold: list[str] = field(
         default_factory=list
     )  # ended just before; if links follow, they may not have run
@@ -91,6 +96,7 @@ def bury(conn: Connection, worker_id: str, *, now: datetime | None = None, repla
     else:
         after = lose(conn, locked, now, DIED)
     burial = Burial()
+    burial.refused.extend(job.id for job in locked if job.id not in {lost.id for lost in after})
     for job in [*buried, *after]:
         if job.state.terminal:
             burial.ended.append(job.id)
@@ -116,11 +122,11 @@ def lose(conn: Connection, jobs: Sequence[LockedJob], now: datetime, error: str)
     """Queue these locked running jobs again, because their owners died; returns them as they are now.
 
     Ends instead as ``cancelled`` what someone wants cancelled, and as ``failed`` what was alone with its dead worker
-    too often.
+    too often. One whose end the database refuses for a reason of its own stays as it is, and is not returned: to run
+    it again would cost one worker after the other, and an error would keep the others with it.
     """
     company = _in_flight(conn, {job.owner for job in jobs if job.owner is not None})
-    close_attempts(conn, [job.id for job in jobs], AttemptOutcome.LOST, now, error)
-    groups: dict[tuple[JobState, bool], list[str]] = {}
+    queued: dict[bool, list[str]] = {}
     after = []
     for job in jobs:
         alone = job.owner is not None and company.get(job.owner, 0) == 1
@@ -130,30 +136,47 @@ def lose(conn: Connection, jobs: Sequence[LockedJob], now: datetime, error: str)
             state = JobState.CANCELLED
         elif solo_deaths >= SOLO_LIMIT:
             state, message = JobState.FAILED, _verdict(job, error)
-        after.append(
-            replace(
-                job,
-                state=state,
-                owner=None,
-                started_at=None if state is JobState.QUEUED else job.started_at,
-                deaths=job.deaths + 1,
-                solo_deaths=solo_deaths,
-                error_type=None if message is None else KILLED_ITS_WORKER,
-                error_message=message,
-            )
+        lost = replace(
+            job,
+            state=state,
+            owner=None,
+            started_at=None if state is JobState.QUEUED else job.started_at,
+            deaths=job.deaths + 1,
+            solo_deaths=solo_deaths,
+            error_type=None if message is None else KILLED_ITS_WORKER,
+            error_message=message,
         )
-        groups.setdefault((state, alone), []).append(job.id)
-    messages = {job.id: job.error_message for job in after}
-    for (state, alone), ids in groups.items():
-        counted: dict[str, Any] = {"deaths": Job.deaths + 1, "solo_deaths": Job.solo_deaths + int(alone)}
         if state is JobState.QUEUED:
-            queue_jobs(conn, ids, **counted)
-        elif state is JobState.CANCELLED:
-            end_jobs(conn, ids, state, now, **counted)
-        else:
-            for job_id in ids:
-                end_jobs(conn, [job_id], state, now, KILLED_ITS_WORKER, messages[job_id], **counted)
+            queued.setdefault(alone, []).append(job.id)
+        elif not _ended(conn, lost, now, error, alone):
+            continue
+        after.append(lost)
+    for alone, ids in queued.items():
+        close_attempts(conn, ids, AttemptOutcome.LOST, now, error)
+        queue_jobs(conn, ids, **_counted(alone))
     return after
+
+
+def _counted(alone: bool) -> dict[str, Any]:
+    return {"deaths": Job.deaths + 1, "solo_deaths": Job.solo_deaths + int(alone)}
+
+
+def _ended(conn: Connection, lost: LockedJob, now: datetime, error: str, alone: bool) -> bool:
+    """End a job as it is given; false when the database refuses that, and then nothing has happened."""
+    savepoint = conn.begin_nested()
+    try:
+        close_attempts(conn, [lost.id], AttemptOutcome.LOST, now, error)
+        end_jobs(conn, [lost.id], lost.state, now, lost.error_type, lost.error_message, **_counted(alone))
+    except Exception as exc:
+        if classify(exc) is not Fault.OTHER:
+            raise
+        savepoint.rollback()
+        logger.error(
+            "The database refuses the end of job %s, which stays as it is: %s", lost.id, summary(exc)
+        )
+        return False
+    savepoint.commit()
+    return True
 
 
 def _verdict(job: LockedJob, error: str) -> str:

@@ -79,5 +79,17 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line[:300]}"
 
 
+def refusal(error: BaseException) -> str:
+    """The kind of the error and the database's own code for it, in ASCII and without anything of a row."""
+    original = getattr(error, "orig", None)
+    names = [type(error).__name__]
+    if original is not None:
+        number = original.args[0] if original.args and isinstance(original.args[0], int) else None
+        code = getattr(original, "sqlstate", None) or getattr(original, "sqlite_errorname", None) or number
+        names += [type(original).__name__] if type(original).__name__ != names[0] else []
+        names += [str(code)] if code is not None else []
+    return " ".join(names).encode("ascii", "replace").decode()[:200]
+
+
 def _pick(away: bool, transient: bool) -> Fault:
     return Fault.AWAY if away else Fault.TRANSIENT if transient else Fault.OTHER

@@ -231,7 +231,7 @@ class DeliveryTable:
     @property
     def busy(self) -> bool:
         """Whether anything is claimed, running or being committed here; for ``workers.suspects``."""
-        return bool(self._endings.pending or self._runs)
+        return bool(self._endings.pending or self._runs.busy)
 
     def isolate(self, alone: bool) -> None:
         """Take no deliveries, while a suspect runs alone; on the table's thread."""
@@ -239,6 +239,7 @@ class DeliveryTable:
         self._set_pause()
         if alone:
             self._hand_back_waiting()
+            self._runs.release_held()  # they would be company
 
     def cut_off(self, away: bool) -> None:
         """See ``workers.cut_off``; on the table's thread."""
@@ -450,6 +451,7 @@ class DeliveryTable:
         self._runs.closing = True
         self.suspects.close()
         self._hand_back_waiting()
+        self._runs.release_held()
 
     def _hand_back_waiting(self) -> None:
         for waiting in (self._parked, self._held):

@@ -103,6 +103,10 @@ class Run:
     ending: JobState | None = None
     finishing: bool = False  # its end is being committed
     releasing: bool = False  # it is being handed back
+    refusals: int = 0  # of its ends, by the database
+    held: bool = (
+        False  # every end was refused: it has no deliveries, and its commit is tried again now and then
+    )
 
 
 def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None:

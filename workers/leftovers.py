@@ -13,11 +13,10 @@ from pathlib import Path
 
 from sqlalchemy import Engine, select
 
-from models_db.claims import FinishItem, finish
+from models_db.claims import FinishItem, finish, refused_end
 from models_db.dialects import chunked
 from models_db.faults import Fault, classify, summary
 from models_db.session import transaction
-from models_db.tables import JobState
 from workers.spool import leftovers, put_aside
 
 logger = logging.getLogger(__name__)
@@ -89,11 +88,8 @@ class _Replay:
     def _refuse(self, item: FinishItem, error: Exception) -> None:
         logger.error("The result of job %s cannot be stored: %s", item.job_id, summary(error))
         put_aside(self._folder, self._worker_name, self._worker_id, item)
-        failed = FinishItem(
-            item.job_id, item.attempt, JobState.FAILED, None, type(error).__name__, summary(error)
-        )
         try:
-            self._finish([failed])
+            self._finish([refused_end(item, error)])
         except Exception as exc:
             if not self._answers():
                 raise

@@ -23,12 +23,12 @@ from backend.api import (
 )
 from models_db.claims import WAITED_TOO_LONG, ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import WriterStoppedError
-from models_db.faults import summary
 from models_db.suspects import ClaimedSuspect
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.endings import Endings, Post
 from workers.intake import Delivery, Limit, Run, stored_result
+from workers.refused_ends import END_REFUSED, RefusedEnds
 from workers.revokes import Revokes, end_before_start
 from workers.spool import OutageBook
 from workers.stored import read_stored
@@ -109,12 +109,18 @@ class Runs:
         self._max_age_s = max_age_s
         self._streams = streams
         self._book = book or OutageBook(None)
+        self._refused = RefusedEnds(actor, self, self._book)
         self._runs: dict[str, Run] = {}
         self.closing = False  # nothing new enters the backend
         self.duplicates = 0  # ends that lost the fence
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any is here that is more than an end which the database refuses."""
+        return any(not run.held or run.releasing for run in self._runs.values())
 
     def ids(self) -> set[str]:
         """The jobs that this worker owns."""
@@ -187,6 +193,9 @@ class Runs:
 
     def join(self, delivery: Delivery, run: Run) -> None:
         """Another delivery of a job that runs here shares the run."""
+        if run.held:
+            self._endings.drop(delivery)  # one is made when the end is committed
+            return
         run.deliveries.append(delivery)
         delivery.run = run
         if run.started_at is not None:
@@ -264,7 +273,7 @@ class Runs:
         """Cancel the run; with ``state``, the job ends as that."""
         run.cancel_wanted = True
         run.ending = run.ending or state
-        if run.finishing or run.releasing:
+        if run.finishing or run.releasing or run.held:
             return
         if run.handle is not None:
             run.handle.cancel()
@@ -279,7 +288,7 @@ class Runs:
 
     def _on_limit(self, job_id: str, attempt: int, limit: Limit) -> None:
         run = self.get(job_id)  # by its name: a timer of an hour must not keep what has ended long ago
-        if run is None or run.attempt != attempt or run.limit_hit is not None or run.finishing:
+        if run is None or run.attempt != attempt or run.limit_hit is not None or run.finishing or run.held:
             return
         assert run.handle is not None
         run.limit_hit = limit
@@ -339,7 +348,6 @@ class Runs:
         result: GenerationResult | None = None,
         error: BaseException | None = None,
     ) -> None:
-        run.finishing = True
         item = FinishItem(
             run.job_id,
             run.attempt,
@@ -349,6 +357,11 @@ class Runs:
             None if error is None else str(error),
             callback=run.payload is None or run.payload.callback_url is not None,
         )
+        self.commit(run, item)
+
+    def commit(self, run: Run, item: FinishItem) -> None:
+        """Store this end of the run."""
+        run.finishing = True
         self._book.waits(item)
         self._actor.when(self._store.finish(item), partial(self._on_committed, run, item))
 
@@ -393,20 +406,32 @@ class Runs:
         self._streams.end(run.job_id, run.attempt, end)
 
     def _on_refused(self, run: Run, item: FinishItem, error: BaseException) -> None:
-        """The database took no end of this run. Nothing of it is acknowledged."""
-        if item.result is not None and not isinstance(error, WriterStoppedError):
-            logger.error("The result of job %s cannot be stored: %r", run.job_id, error)
-            self._finish(run, JobState.FAILED, error=error)
+        """The database took no end of this run. Nothing of it is acknowledged as if it had."""
+        if not isinstance(error, WriterStoppedError):
+            run.finishing = False
+            self._refused.handle(run, item, error)
             return
         logger.error("The end of job %s is not committed (%r); it is delivered again", run.job_id, error)
-        if not isinstance(error, WriterStoppedError):
-            # The row still says that it runs here, and while we live no other worker would take it over.
-            run.finishing = False
-            self.release(run, AttemptOutcome.RELEASED, f"its end was refused: {summary(error)}")
-            return
         self._forget(run)
         for delivery in self._live(run):
             self._endings.hand_back(delivery)
+
+    def hold(self, run: Run) -> None:
+        """Let go of all that waits for the run's end; see ``workers.refused_ends``."""
+        run.held, run.handle = True, None
+        deliveries, run.deliveries = self._live(run), []
+        for delivery in deliveries:
+            delivery.run = None
+            self._endings.drop(delivery)
+        if run.on_ended is not None:  # other suspects need not wait for this one
+            on_ended = run.on_ended
+            run.on_ended = None
+            on_ended()
+
+    def release_held(self) -> None:
+        """Hand back what is here only because the database refuses its end."""
+        for run in [run for run in self._runs.values() if run.held]:
+            self.release(run, AttemptOutcome.RELEASED, END_REFUSED)
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         if not run.deliveries:

@@ -74,6 +74,10 @@ class Spool:
         self._size += len(line)
         return True
 
+    def put_aside(self, item: FinishItem) -> None:
+        """Keep a result that the database refuses, see ``put_aside``."""
+        _put_aside(self._path.with_suffix(_REFUSED), item)
+
     def clear(self) -> None:
         """Everything in it has been committed."""
         self._broken = False
@@ -148,8 +152,12 @@ def put_aside(folder: Path, worker_name: str, worker_id: str, item: FinishItem) 
 
     In the spool's folder, in a file that ends in ``.refused``, one line of JSON a result, readable by nobody else.
     """
-    path = folder / f"{_slug(worker_name)}.{worker_id}{_REFUSED}"
+    _put_aside(folder / f"{_slug(worker_name)}.{worker_id}{_REFUSED}", item)
+
+
+def _put_aside(path: Path, item: FinishItem) -> None:
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE)
         with os.fdopen(number, "ab", buffering=0) as file:
             file.write(_line(item))
@@ -220,6 +228,11 @@ class OutageBook:
             self._used = False
             if self._spool is not None:
                 self._spool.clear()
+
+    def refused(self, item: FinishItem) -> None:
+        """The database takes anything but this end; its result is kept for a person to look at."""
+        if self._spool is not None and item.result is not None:
+            self._spool.put_aside(item)
 
     def database(self, healthy: bool) -> None:
         """The database is away, or back."""

@@ -51,6 +51,7 @@ _PUBLISH = 500
 _AUDIT_S = 60.0  # between two looks at a queue whose counts say that nothing is missing
 _AUDIT_LENGTH = 20_000  # longest queue that is looked at in that case
 _DEAD_LETTERS = 100
+_REFUSED_S = 60.0  # until a worker is buried again that has jobs whose end the database refuses
 
 
 class Caller(Protocol):
@@ -145,11 +146,15 @@ class Sweeper:
                 self._ask(_burial(worker_id), partial(self._on_buried, worker_id))
 
     def _on_buried(self, worker_id: str, future: Future[Burial]) -> None:
-        self._burying.discard(worker_id)
-        if error := future.exception():
+        error = future.exception()
+        if error is not None or not future.result().refused:
+            self._burying.discard(worker_id)
+        if error is not None:
             logger.error("The jobs of worker %s are not taken over yet: %r", worker_id, error)
             return
         burial = future.result()
+        if burial.refused:  # its death is found again at each look
+            self._actor.after(_REFUSED_S, partial(self._burying.discard, worker_id))
         logger.warning(
             "Worker %s is gone: %d of its jobs are queued again, %d wait as suspects, %d have ended",
             worker_id,

@@ -81,35 +81,16 @@ def test_looks_disturb_nothing_that_is_claimed_runs_or_ends(engine: Engine) -> N
     assert (world.attempts("j"), world.attempts("suspect")) == ([AttemptOutcome.SUCCEEDED],) * 2
 
 
-def test_a_run_whose_every_end_is_refused_is_queued_again(engine: Engine) -> None:
+def test_a_release_that_fails_is_made_up_for(engine: Engine) -> None:
     world = World(engine)
     worker = world.worker("a")
     request = worker.deliver("j")
     world.run()
-    real = worker.store.finish
-    worker.store.finish = lambda item: failing(ValueError("no such end"))  # type: ignore[method-assign]
-    worker.backend.finish("j")
-    world.run()
-    assert request.log[-1] == "front"
-    assert world.state("j") is JobState.QUEUED, "else its next delivery would wait for ever"
-    worker.store.finish = real  # type: ignore[method-assign]
-    again = worker.deliver("j")
-    world.run()
-    worker.backend.finish("j")
-    world.run()
-    assert again.log[-1] == "acknowledged"
-    assert world.attempts("j") == [AttemptOutcome.RELEASED, AttemptOutcome.SUCCEEDED]
-
-
-def test_a_release_that_fails_is_made_up_for(engine: Engine) -> None:
-    world = World(engine)
-    worker = world.worker("a")
-    worker.deliver("j")
-    world.run()
     real = worker.store.release
-    worker.store.finish = lambda item: failing(ValueError("no such end"))  # type: ignore[method-assign]
-    worker.store.release = lambda item: failing(ValueError("nor that"))  # type: ignore[method-assign]
-    worker.backend.finish("j")
+    worker.store.release = lambda item: failing(ValueError("nothing of it"))  # type: ignore[method-assign]
+    request.abandoned = True
+    assert request.delivery is not None
+    request.delivery.terminate()
     world.run()
     look(worker)
     look(worker)
