@@ -129,6 +129,11 @@ class ReleaseItem:
             raise InvalidValueError("outcome", "must be released or lost", value=self.outcome)
 
 
+def accept(conn: Connection, job: NewJob, *, now: datetime | None = None) -> None:
+    """Insert the row of a job whose message came without one, as a claim does, and leave it queued."""
+    _lock_or_insert(conn, {job.id: job}, (), now or utcnow())
+
+
 def claim(
     conn: Connection,
     items: Sequence[ClaimItem],

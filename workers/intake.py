@@ -178,13 +178,39 @@ def _job(
     request: GenerateRequest, payload: GeneratePayload | None, settings: Settings, now: datetime
 ) -> NewJob:
     """The row to insert if there is none yet; with a refused payload only what is safe to store."""
-    queue = str(request.delivery_info.get("routing_key") or queue_for(settings.model))[:255]
-    message = getattr(request.message, "_raw", None)
+    message = getattr(request.message, "_raw", None) if payload is not None else None
+    return new_job(request.id, request.delivery_info, message, payload, settings, now)
+
+
+def new_job(
+    job_id: str,
+    delivery_info: Mapping[str, Any],
+    message: Mapping[str, Any] | None,
+    payload: GeneratePayload | None,
+    settings: Settings,
+    now: datetime,
+) -> NewJob:
+    """The row of a message's job.
+
+    Raises:
+        InvalidValueError: its id cannot be stored.
+        RequestError: the settings do not allow its callback.
+    """
+    queue = str(delivery_info.get("routing_key") or queue_for(settings.model))[:255]
     if payload is None:
-        return NewJob(id=request.id, model=settings.model, queue=queue, params={}, prompt={}, created_at=now)
+        return NewJob(
+            id=job_id,
+            model=settings.model,
+            queue=queue,
+            params={},
+            prompt={},
+            message=message,
+            created_at=now,
+            published_at=now,
+        )
     deadline_s = payload.deadline_s
     return NewJob(
-        id=request.id,
+        id=job_id,
         model=payload.model,
         queue=queue,
         params=payload.params(),

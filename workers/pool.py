@@ -24,16 +24,20 @@ from sqlalchemy import Engine
 
 from backend.api import Backend, ConfigurationError, EngineDeadError, TokenmillError
 from backend.registry import create_backend
+from models_db.claims import accept
 from models_db.errors import DatabaseError, DatabaseUnavailableError
 from models_db.jobs import mark_callbacks_sent
 from models_db.migrate import check_schema
+from models_db.planner import Planner
 from models_db.session import make_engine, transaction
+from models_db.upkeep import UpkeepThread
 from models_db.workers import register_worker
 from models_db.writer import DatabaseThread
 from workers.broker import stream_connection
 from workers.delivery import DeliveryTable
 from workers.exits import EXIT_CONFIGURATION, EXIT_ENGINE_DEAD, EXIT_TRY_AGAIN
 from workers.finaliser import Finaliser, Threads, run_call
+from workers.in_hand import job_in_hand
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
 from workers.leftovers import replay
@@ -70,6 +74,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._backend: Backend | None = None
         self._engine: Engine | None = None
         self._db: DatabaseThread | None = None
+        self._upkeep: UpkeepThread | None = None
         self._table: DeliveryTable | None = None
         self._threads: Threads | None = None
         self._incarnation: Incarnation | None = None
@@ -79,6 +84,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._paused = False
         self._streams: StreamWriter | None = None
         self._watchdog: Watchdog | None = None
+        self._planner: Planner | None = None
 
     @property
     def hung(self) -> bool:
@@ -137,10 +143,14 @@ class EnginePool(BasePool):  # type: ignore[misc]
             engine, row.id, dead_ids=incarnation.dead_ids, on_health=self._on_database_health
         )
         db.start()
-        incarnation.start(db)
+        upkeep = self._upkeep = UpkeepThread(engine)
+        upkeep.start()
+        incarnation.start(db, upkeep)
         view = QueueView(self.app.connection_for_write, queue_for(settings.model))
-        sweeper = self._sweeper = Sweeper(db, view, incarnation.id, queue_for(settings.model))
+        sweeper = self._sweeper = Sweeper(db, view, incarnation.id, queue_for(settings.model), looks=upkeep)
         sweeper.start()
+        self._planner = Planner(engine)
+        self._planner.start()
         backend = self._backend = create_backend(settings.backend, settings.engine_config)
         logger.info("Loading model %s in backend %s", settings.model, settings.backend)
         backend.start()
@@ -222,6 +232,16 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self.mailbox.around = channel.qos.gathered
         channel.paused = self._paused
         channel.worker_id = "" if self._incarnation is None else self._incarnation.id
+        channel.on_in_hand = self._store_in_hand
+
+    def _store_in_hand(self, raw: bytes) -> None:
+        """Accept a job whose message is only here now; see ``workers.in_hand``."""
+        if self._db is None:
+            return
+        now = self._db.now()
+        job = job_in_hand(raw, self.settings, now)
+        if job is not None:
+            self._db.call(partial(accept, job=job, now=now)).add_done_callback(partial(_on_accepted, job.id))
 
     def _pause(self, paused: bool) -> None:
         self._paused = paused
@@ -423,12 +443,16 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._threads.stop(timeout_s=1.0)
         if self._backend is not None and not self.hung:
             self._backend.shutdown(drain=False, timeout_s=0.0)
+        if self._upkeep is not None:
+            self._upkeep.stop(timeout_s=2.0)
         if self._incarnation is not None:
             self._incarnation.stop()
         if self._db is not None:
             self._db.stop(drain=True, timeout_s=5.0)
         if self._spool is not None:
             self._spool.close()
+        if self._planner is not None:
+            self._planner.stop()
         if self._engine is not None:
             self._engine.dispose()
             worker_process_shutdown.send(sender=None, pid=os.getpid(), exitcode=0)
@@ -459,6 +483,11 @@ class EnginePool(BasePool):  # type: ignore[misc]
             "duplicates": self._table.duplicates,
             "database-healthy": self._db.healthy,
         }
+
+
+def _on_accepted(job_id: str, stored: Future[None]) -> None:
+    if error := stored.exception():
+        logger.error("The row of job %s, whose message is only here, is not stored: %r", job_id, error)
 
 
 class ForeignResult:

@@ -10,7 +10,7 @@ import base64
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -129,6 +129,7 @@ class LeaseChannel(FetchingChannel):
     Attributes:
         paused: nothing more is taken from the queues. (One message may have been handed out already.)
         worker_id: whom dead letters name.
+        on_in_hand: called with a message that is only here, until Redis takes it back; must not wait.
         credit: limits of bulk; none when unset.
     """
 
@@ -136,6 +137,7 @@ class LeaseChannel(FetchingChannel):
     paused = False
     worker_id = ""
     credit: Credit | None = None
+    on_in_hand: Callable[[bytes], None] | None = None
     _taken: tuple[bytes, bytes] | None = None
     _unrecorded: tuple[bytes, bytes] | None = None  # as ``_taken``, until Redis has noted the delivery
     _urgent_only = False  # of the pop that waits
@@ -250,7 +252,7 @@ class LeaseChannel(FetchingChannel):
         except UNREADABLE:
             if self._taken is None:
                 raise
-            self.refuse(self._taken[0].decode(errors="replace").rsplit(self.sep, 1)[0], self._taken[1])
+            self._refuse_taken(*self._taken)
             return True
         except self.connection_errors as exc:
             self._keep_unrecorded(exc)
@@ -259,6 +261,13 @@ class LeaseChannel(FetchingChannel):
             self._taken = self._unrecorded = None
         self.fetch_more()
         return got
+
+    def _refuse_taken(self, key: bytes, raw: bytes) -> None:
+        try:
+            self.refuse(key.decode(errors="replace").rsplit(self.sep, 1)[0], raw)
+        except self.connection_errors as exc:
+            self._keep_unrecorded(exc)
+            raise
 
     def _keep_unrecorded(self, error: BaseException) -> None:
         """The popped message may be nowhere but here. (If Redis has the note all the same, it comes twice.)"""
@@ -269,6 +278,8 @@ class LeaseChannel(FetchingChannel):
             self.put_back()
         except self.connection_errors:
             logger.warning("A message was taken and could not be noted (%r); it goes back later", error)
+            if self.on_in_hand is not None:
+                self.on_in_hand(_in_hand[-1][1])
 
     def refuse(self, queue: str, raw: bytes) -> None:
         """Put aside what cannot be read; raises again what is no fault of the message."""
