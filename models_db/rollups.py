@@ -8,17 +8,18 @@ writes samples into a time that is done sets the mark back (``note_samples``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 from sqlalchemy import (
+    CTE,
     ColumnElement,
     Connection,
     Engine,
     FromClause,
-    Subquery,
     and_,
     case,
     delete,
@@ -34,7 +35,7 @@ from sqlalchemy import (
 )
 
 from models_db.base import Base
-from models_db.dialects import insert_or_ignore
+from models_db.dialects import insert_or_ignore, insert_rows
 from models_db.histogram import Metric, upper_ms
 from models_db.rollup_tables import (
     JobClass,
@@ -57,6 +58,8 @@ SETTLE = timedelta(seconds=10)
 """A minute is computed so long after its end, when what belongs to it has normally been committed."""
 LOOK_BACK = MINUTE
 """What lies so far before the mark is computed once more: a commit may have been on its way."""
+
+_MARK_ROW = select(RollupMark.rolled_until, RollupMark.complete_from).where(RollupMark.name == MARK)
 
 ROLLUPS: tuple[type[Base], ...] = (
     ThroughputMinute,
@@ -95,33 +98,46 @@ def advance(
     Leaves it to someone else who is at it. ``with_present`` also computes the part of the present minute that is
     there, which is then computed again.
     """
-    target = floor_minute(now - SETTLE)
-    mark = rolled_until(conn)
-    if mark is not None and mark >= target and not with_present:
+    if not with_present and not _due(rolled_until(conn), now):
         return False
     _ensure_mark(conn)
-    locked = conn.execute(
-        select(RollupMark.rolled_until, RollupMark.complete_from)
-        .where(RollupMark.name == MARK)
-        .with_for_update(skip_locked=True)
-    ).one_or_none()
+    locked = conn.execute(_MARK_ROW.with_for_update(skip_locked=True)).one_or_none()
     if locked is None:
         return False
-    mark = locked.rolled_until
-    end = floor_minute(now) + MINUTE if with_present else target
-    since = _next_source(conn, None if mark is None else mark - LOOK_BACK)
-    if since is None or since >= end:
-        until = end
-    else:
-        since = floor_minute(since)
-        if locked.complete_from is not None:
-            since = max(since, locked.complete_from)
-        until = min(end, floor_hour(since + longest) if longest >= HOUR else since + longest)
-        roll_up(conn, since, until)
-    done = min(until, target)
-    if mark is None or done > mark:
-        conn.execute(update(RollupMark).where(RollupMark.name == MARK).values(rolled_until=done))
-    return until < end
+    stretch = _next_stretch(conn, locked.rolled_until, locked.complete_from, now, longest, with_present)
+    if stretch.since is not None:
+        roll_up(conn, stretch.since, stretch.until)
+    return _set_mark(conn, stretch)
+
+
+def advance_aside(engine: Engine, now: datetime, *, longest: timedelta = timedelta(days=1)) -> bool:
+    """``advance`` in transactions of its own, in which nobody who writes waits for it.
+
+    SQLite lets one transaction write at a time. So the rows are read first, and replace those of the stretch of time
+    only where nobody has moved the mark meanwhile.
+    """
+    if engine.dialect.name != "sqlite":
+        return transaction(engine, partial(advance, now=now, longest=longest))
+    with reading(engine) as conn:
+        row = conn.execute(_MARK_ROW).one_or_none()
+    if row is None:
+        transaction(engine, _ensure_mark)
+    mark, complete = (None, None) if row is None else (row.rolled_until, row.complete_from)
+    if not _due(mark, now):
+        return False
+    with reading(engine) as conn:
+        stretch = _next_stretch(conn, mark, complete, now, longest)
+        classes = [] if stretch.since is None else _new_classes(conn, stretch.since, stretch.until)
+    if classes:
+        transaction(engine, partial(_insert_classes, classes=classes))
+    found: list[tuple[type[Base], list[dict[str, Any]]]] = []
+    if stretch.since is not None:
+        with reading(engine) as conn:
+            found = [
+                (table, [dict(row) for row in conn.execute(query).mappings()])
+                for table, query in _minutes(stretch.since, stretch.until)
+            ]
+    return transaction(engine, partial(_store, stretch=stretch, found=found))
 
 
 def catch_up(
@@ -190,19 +206,10 @@ def roll_up(conn: Connection, since: datetime, until: datetime) -> None:
     for moment in (since, until):
         if moment != floor_minute(moment):
             raise ValueError(f"since, until: must be beginnings of minutes (got {moment.isoformat()})")
-    _replace(conn, ThroughputMinute, _samples(since, until), since, until)
-    _add_classes(conn, since, until)
-    ended = _ended(since, until)
-    _replace(conn, JobMinute, _outcomes(ended), since, until)
-    _replace(conn, LatencyMinute, _times(ended), since, until)
-
-    first, end = floor_hour(since), floor_hour(until - timedelta(microseconds=1)) + HOUR
-    for minute, hour in (
-        (ThroughputMinute, ThroughputHour),
-        (JobMinute, JobHour),
-        (LatencyMinute, LatencyHour),
-    ):
-        _replace(conn, hour, _hours(minute, hour, first, end), first, end)
+    _insert_classes(conn, _new_classes(conn, since, until))
+    for table, query in _minutes(since, until):
+        _replace(conn, table, query, since, until)
+    _replace_hours(conn, since, until)
 
 
 # ----------------------------------------------------------------------------------------------------- the pieces
@@ -211,6 +218,65 @@ def roll_up(conn: Connection, since: datetime, until: datetime) -> None:
 def _ensure_mark(conn: Connection) -> None:
     if conn.scalar(select(RollupMark.name).where(RollupMark.name == MARK)) is None:
         insert_or_ignore(conn, RollupMark, [{"name": MARK}], [RollupMark.name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What is to be computed next, with the mark's row as it was when that was judged."""
+
+    mark: datetime | None
+    complete_from: datetime | None
+    since: datetime | None  # none where there is nothing to compute
+    until: datetime
+    done: datetime  # what the mark says afterwards
+    more: bool
+
+
+def _due(mark: datetime | None, now: datetime) -> bool:
+    return mark is None or mark < floor_minute(now - SETTLE)
+
+
+def _next_stretch(
+    conn: Connection,
+    mark: datetime | None,
+    complete: datetime | None,
+    now: datetime,
+    longest: timedelta,
+    with_present: bool = False,
+) -> _Stretch:
+    target = floor_minute(now - SETTLE)
+    end = floor_minute(now) + MINUTE if with_present else target
+    since = _next_source(conn, None if mark is None else mark - LOOK_BACK)
+    if since is None or since >= end:
+        since, until = None, end
+    else:
+        since = floor_minute(since)
+        if complete is not None:
+            since = max(since, complete)
+        until = min(end, floor_hour(since + longest) if longest >= HOUR else since + longest)
+    return _Stretch(mark, complete, since, until, min(until, target), until < end)
+
+
+def _set_mark(conn: Connection, stretch: _Stretch) -> bool:
+    """Note what has been computed; whether there may be more to do."""
+    if stretch.mark is None or stretch.done > stretch.mark:
+        conn.execute(update(RollupMark).where(RollupMark.name == MARK).values(rolled_until=stretch.done))
+    return stretch.more
+
+
+def _store(
+    conn: Connection, stretch: _Stretch, found: Sequence[tuple[type[Base], Sequence[dict[str, Any]]]]
+) -> bool:
+    """Put in what was read before; whether there may be more to do, such as all of it again."""
+    row = conn.execute(_MARK_ROW).one()
+    if (row.rolled_until, row.complete_from) != (stretch.mark, stretch.complete_from):
+        return True
+    if stretch.since is not None:
+        for table, rows in found:
+            _clear(conn, table, stretch.since, stretch.until)
+            insert_rows(conn, table, rows)
+        _replace_hours(conn, stretch.since, stretch.until)
+    return _set_mark(conn, stretch)
 
 
 def _next_source(conn: Connection, since: datetime | None) -> datetime | None:
@@ -227,8 +293,33 @@ def _next_source(conn: Connection, since: datetime | None) -> datetime | None:
 
 def _replace(conn: Connection, table: Any, query: Any, since: datetime, until: datetime) -> None:
     """Put the rows of the query in place of those of the stretch of time."""
-    conn.execute(delete(table).where(table.started_at >= since, table.started_at < until))
+    _clear(conn, table, since, until)
     conn.execute(insert(table).from_select([column.name for column in query.selected_columns], query))
+
+
+def _clear(conn: Connection, table: Any, since: datetime, until: datetime) -> None:
+    conn.execute(delete(table).where(table.started_at >= since, table.started_at < until))
+
+
+def _minutes(since: datetime, until: datetime) -> list[tuple[type[Base], Any]]:
+    """The rows of a stretch of time in each table of minutes; the classes of its jobs must be known."""
+    ended = _ended(since, until)
+    return [
+        (ThroughputMinute, _samples(since, until)),
+        (JobMinute, _outcomes(ended)),
+        (LatencyMinute, _times(ended)),
+    ]
+
+
+def _replace_hours(conn: Connection, since: datetime, until: datetime) -> None:
+    """Compute every hour anew that has a part in the stretch of time."""
+    first, end = floor_hour(since), floor_hour(until - timedelta(microseconds=1)) + HOUR
+    for minute, hour in (
+        (ThroughputMinute, ThroughputHour),
+        (JobMinute, JobHour),
+        (LatencyMinute, LatencyHour),
+    ):
+        _replace(conn, hour, _hours(minute, hour, first, end), first, end)
 
 
 def _samples(since: datetime, until: datetime) -> Any:
@@ -284,7 +375,8 @@ def _without_attempt() -> ColumnElement[bool]:
     return ~closed
 
 
-def _add_classes(conn: Connection, since: datetime, until: datetime) -> None:
+def _new_classes(conn: Connection, since: datetime, until: datetime) -> list[dict[str, Any]]:
+    """Classes of jobs that have ended in the stretch of time, as far as they have no number yet."""
     columns = (Job.model, Job.queue, _tenant(), Job.priority)
     by_attempt = (
         select(*columns)
@@ -300,11 +392,19 @@ def _add_classes(conn: Connection, since: datetime, until: datetime) -> None:
         JobClass.tenant == tenant,
         JobClass.priority == priority,
     )
-    for row in conn.execute(select(model, queue, tenant, priority).where(~known)).all():
-        conn.execute(insert(JobClass).values(model=row[0], queue=row[1], tenant=row[2], priority=row[3]))
+    names = ("model", "queue", "tenant", "priority")
+    found = conn.execute(select(model, queue, tenant, priority).where(~known))
+    return [dict(zip(names, row, strict=True)) for row in found]
 
 
-def _ended(since: datetime, until: datetime) -> Subquery:
+def _insert_classes(conn: Connection, classes: Sequence[dict[str, Any]]) -> None:
+    # Several workers on SQLite may find the same ones.
+    if classes:
+        key = [JobClass.model, JobClass.queue, JobClass.tenant, JobClass.priority]
+        insert_or_ignore(conn, JobClass, classes, key)
+
+
+def _ended(since: datetime, until: datetime) -> CTE:
     """One row for each attempt that ended in the stretch of time, and each job that ended without one."""
     same_class = and_(
         JobClass.model == Job.model,
@@ -354,7 +454,8 @@ def _ended(since: datetime, until: datetime) -> Subquery:
         .join(JobClass, same_class)
         .where(Job.finished_at >= since, Job.finished_at < until, _without_attempt())
     )
-    return union_all(attempts, unstarted).subquery("ended")
+    # Several questions are asked of it, and PostgreSQL and SQLite look through what a CTE names once.
+    return union_all(attempts, unstarted).cte("ended")
 
 
 def _outcomes(ended: FromClause) -> Any:

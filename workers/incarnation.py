@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,10 +22,11 @@ from backend.api import Backend, BackendStats, TokenmillError
 from models_db.base import utcnow
 from models_db.callbacks import callback_counts
 from models_db.errors import WriterStoppedError
-from models_db.faults import summary
+from models_db.faults import Fault, classify, summary
 from models_db.jobs import cancelled_running
-from models_db.rollups import advance
+from models_db.rollups import advance, advance_aside
 from models_db.tables import Job, JobState, WorkerState
+from models_db.upkeep import UpkeepThread
 from models_db.workers import (
     LONGEST_START_S,
     NewSample,
@@ -41,7 +43,7 @@ logger = get_logger(__name__)
 
 _COUNT_TIMEOUT_S = 2.0
 _ROLL_UP_EVERY_S = 60.0
-_ROLL_UP_AT_ONCE = timedelta(minutes=10)  # so that the database thread is soon back
+_ROLL_UP_AT_ONCE = timedelta(minutes=10)  # so that the thread is soon back
 
 
 class DeclaredDeadError(TokenmillError):
@@ -145,6 +147,7 @@ class Incarnation:
         # Loading may hold everything up for long, and who loads owns no job yet.
         self._starting_watch = DeathWatch(max(LONGEST_START_S, settings.dead_after_s), gap)
         self._db: DatabaseThread | None = None
+        self._upkeep: UpkeepThread | None = None
         self._backend: Backend | None = None
         self._dead: frozenset[str] = frozenset()
         self._counter = 0
@@ -166,9 +169,14 @@ class Incarnation:
         """Seconds since the database took a heartbeat, by which others judge, too; from any thread."""
         return self._clock() - self._alive_at
 
-    def start(self, db: DatabaseThread) -> None:
-        """Begin to beat, before the model is loaded: loading can take longer than death."""
+    def start(self, db: DatabaseThread, upkeep: UpkeepThread) -> None:
+        """Begin to beat, before the model is loaded: loading can take longer than death.
+
+        Args:
+            upkeep: rolls up and counts, which takes the longer, the more jobs there are.
+        """
         self._db = db
+        self._upkeep = upkeep
         self._thread = threading.Thread(target=self._loop, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -207,7 +215,7 @@ class Incarnation:
         if self._metrics is not None:
             self._metrics.close()
         self._sample()
-        self._roll_up(with_present=True)
+        self._roll_up_present()
         self._set_state(WorkerState.STOPPED)
 
     def beat(self) -> None:
@@ -306,29 +314,44 @@ class Incarnation:
         """For the metrics, on their thread; ``None`` where there are none, or the database has no time for it."""
         if not self._settings.callback_hosts or self._db is None or not self._db.healthy:
             return None
+        if self._upkeep is None:
+            return None
         try:
-            return self._db.call(callback_counts).result(_COUNT_TIMEOUT_S)
+            return self._upkeep.call(callback_counts).result(_COUNT_TIMEOUT_S)
         except Exception:  # a scrape without these numbers is better than none
             return None
 
-    def _roll_up(self, *, with_present: bool = False) -> None:
-        """Every worker offers this each minute, and the first one does it for all."""
-        if self._db is None or (self._rolling is not None and not self._rolling.done()):
+    def _roll_up(self) -> None:
+        """Every worker offers this each minute, and the first one does it for all.
+
+        A minute of thousands of jobs takes seconds, in which the database thread must go on claiming.
+        """
+        if self._upkeep is None or (self._rolling is not None and not self._rolling.done()):
             return
         self._behind = False
         with suppress(WriterStoppedError):
-            self._rolling = self._db.call(
-                lambda conn: advance(conn, utcnow(), longest=_ROLL_UP_AT_ONCE, with_present=with_present)
+            self._rolling = self._upkeep.submit(
+                partial(advance_aside, now=utcnow(), longest=_ROLL_UP_AT_ONCE)
             )
             self._rolling.add_done_callback(self._on_rolled_up)
+
+    def _roll_up_present(self) -> None:
+        """At the end, when nothing is claimed any more: with the last sample, which the same thread writes first."""
+        if self._db is None:
+            return
+        with suppress(WriterStoppedError):
+            rolled = self._db.call(
+                lambda conn: advance(conn, utcnow(), longest=_ROLL_UP_AT_ONCE, with_present=True)
+            )
+            rolled.add_done_callback(self._on_rolled_up)
 
     def _on_rolled_up(self, future: Future[bool]) -> None:
         if future.cancelled() or isinstance(error := future.exception(), WriterStoppedError):
             return
-        if error is not None:
-            logger.error("The roll-ups could not be computed and are tried again: %s", summary(error))
-        else:
+        if error is None:
             self._behind = future.result()
+        elif classify(error) is not Fault.AWAY:  # which the database thread tells
+            logger.error("The roll-ups could not be computed and are tried again: %s", summary(error))
 
 
 class Sampler:

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _PERIOD_S = 1.0
 _LEASE_S = 3.0
+_LONGEST_LOOK_S = 30.0  # until a worker whose long questions are not answered leaves sweeping to others
 _COUNT_SHARE = 0.02  # of the time that counting may take
 _LONGEST_PAUSE_S = 5.0
 _SCAN_SHARE = 0.1  # of Redis's time that looking through the lists may take
@@ -55,7 +56,7 @@ _REFUSED_S = 60.0  # until a worker is buried again that has jobs whose end the 
 
 
 class Caller(Protocol):
-    """The part of ``models_db.writer.DatabaseThread`` that is needed."""
+    """The part of ``models_db.writer.DatabaseThread`` and ``models_db.upkeep.UpkeepThread`` that is needed."""
 
     def call(self, work: Callable[[Connection], T]) -> Future[T]: ...
 
@@ -66,6 +67,7 @@ class Sweeper:
     Args:
         worker_id: this incarnation.
         queue: the queue of this worker's model.
+        looks: asked what takes the longer, the more jobs wait, and must keep no claim waiting; ``store`` when unset.
         clock: monotonic seconds.
     """
 
@@ -76,9 +78,11 @@ class Sweeper:
         worker_id: str,
         queue: str,
         *,
+        looks: Caller | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._looks = looks or store
         self._view = view
         self._worker_id = worker_id
         self._queue = queue
@@ -96,7 +100,7 @@ class Sweeper:
         self._telling = False
         self._next_count = self._next_scan = clock()
         self._redis_away = False
-        self._asked: dict[int, float] = {}  # what the database has not answered yet, with when it was asked
+        self._asked: dict[int, float] = {}  # what the database has not answered yet, with when it should have
         self._questions = itertools.count()
         self._unpublished: dict[
             str, bool
@@ -232,7 +236,7 @@ class Sweeper:
 
     def _tick(self) -> None:
         self._actor.after(_PERIOD_S, self._tick)
-        if any(self._clock() - at > _LEASE_S for at in self._asked.values()):
+        if any(self._clock() > due for due in self._asked.values()):
             # Cut off from the database: let the lease go to a worker that can do something with it.
             self._forget()
             return
@@ -248,7 +252,7 @@ class Sweeper:
             return
         self._tell_cancels()
         self._counting = True
-        self._ask(partial(queued_count, queue=self._queue), partial(self._on_count, now))
+        self._look(partial(queued_count, queue=self._queue), partial(self._on_count, now))
 
     def _on_count(self, began: float, future: Future[int]) -> None:
         self._counting = False
@@ -278,7 +282,7 @@ class Sweeper:
             self._forget()
         else:
             self._next_scan = began + (self._clock() - began) / _SCAN_SHARE
-            self._ask(self._page(""), partial(self._on_page, held, {}))
+            self._look(self._page(""), partial(self._on_page, held, {}))
 
     def _page(self, after: str) -> Callable[[Connection], list[tuple[str, datetime | None]]]:
         return partial(queued_page, queue=self._queue, after=after, limit=_PAGE)
@@ -295,7 +299,7 @@ class Sweeper:
         page = future.result()
         found |= {job_id: published_at for job_id, published_at in page if job_id not in held}
         if len(page) == _PAGE:
-            self._ask(self._page(page[-1][0]), partial(self._on_page, held, found))
+            self._look(self._page(page[-1][0]), partial(self._on_page, held, found))
             return
         unseen = object()
         lost = {job_id: at for job_id, at in found.items() if self._missing.get(job_id, unseen) == at}
@@ -335,14 +339,21 @@ class Sweeper:
 
     def _ask(self, work: Callable[[Connection], T], answered: Callable[[Future[T]], None]) -> None:
         """Have the database thread do this, and go on with what it says."""
+        self._go_on(self._store.call(work), answered, _LEASE_S)
+
+    def _look(self, work: Callable[[Connection], T], answered: Callable[[Future[T]], None]) -> None:
+        """Ask something that may take long, beside the database thread."""
+        self._go_on(self._looks.call(work), answered, _LONGEST_LOOK_S)
+
+    def _go_on(self, asked: Future[T], answered: Callable[[Future[T]], None], within_s: float) -> None:
         number = next(self._questions)
-        self._asked[number] = self._clock()
+        self._asked[number] = self._clock() + within_s
 
         def on_answer(future: Future[T]) -> None:
             del self._asked[number]
             answered(future)
 
-        self._actor.when(self._store.call(work), on_answer)
+        self._actor.when(asked, on_answer)
 
     def _with_redis(self, work: Callable[[], T], *, done: Any = None) -> T | Any | None:
         """What ``work`` returns (``done`` where that is nothing), or ``None`` while Redis is away."""
