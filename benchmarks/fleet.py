@@ -36,6 +36,7 @@ from rich.table import Table
 from sqlalchemy import Engine, create_engine, func, make_url, select, text
 
 from benchmarks import report
+from benchmarks.urgent import Urgent, start_of, told
 from models_db import migrate
 from models_db.jobs import insert_jobs
 from models_db.session import make_engine
@@ -75,7 +76,7 @@ class Load:
     memory: list[
         tuple[int, float]
     ]  # bulk jobs done, and MiB of the worker's largest process then; each second
-    urgent_s: list[float]  # from submission to start
+    urgent: list[Urgent]
 
     @property
     def done(self) -> int:
@@ -169,12 +170,14 @@ def under_load(
                 return connection.scalar(ended) or 0
 
         memory: list[tuple[int, float]] = []
-        urgent: list[str] = []
+        urgent: list[tuple[str, int, float]] = []
         with _worker(settings, folder) as worker:
             _wait(lambda: count() > 0, worker, "the first job to end")
             began = moved = looked = time.monotonic()
             while not memory or (memory[-1][0] < queued and (seconds is None or looked - began < seconds)):
-                urgent.append(client.submit(PROMPT, max_tokens=MAX_TOKENS, priority=0).id)
+                at = time.monotonic()
+                job_id = client.submit(PROMPT, max_tokens=MAX_TOKENS, priority=0).id
+                urgent.append((job_id, memory[-1][0] if memory else 0, time.monotonic() - at))
                 time.sleep(1.0)
                 worker.check()
                 done, looked = count(), time.monotonic()
@@ -183,14 +186,8 @@ def under_load(
                 elif looked - moved > STILL_S:
                     raise RuntimeError(f"no job has ended for {STILL_S:g} s; {done:,} of {queued:,} are done")
                 memory.append((done, _rss_mib(worker.pid)))
-            for job_id in urgent:
-                client.wait(job_id, timeout_s=60)
-        waits = []
-        for job_id in urgent:
-            status = client.status(job_id)
-            assert status.started_at is not None
-            waits.append((status.started_at - status.created_at).total_seconds())
-    return Load(queued, submitted, alone, looked - began, memory, waits)
+            starts = [start_of(client, *one) for one in urgent]
+    return Load(queued, submitted, alone, looked - began, memory, starts)
 
 
 def _settings(broker_url: str, database_url: str, slots: int) -> Settings:
@@ -499,10 +496,8 @@ def _load_table(load: Load) -> Table:
     for done, mib in course(load.memory):
         shown.add_row(f"worker's memory after {done:,} jobs", f"{mib:.0f} MiB")
     shown.add_row("worker's memory, the most", f"{max(mib for _, mib in load.memory):.0f} MiB")
-    shown.add_row(
-        f"start of an urgent job, {len(load.urgent_s)} of them",
-        f"{statistics.median(load.urgent_s):.2f} s (longest {max(load.urgent_s):.2f})",
-    )
+    for what, value in told(load.urgent):
+        shown.add_row(what, value)
     return shown
 
 

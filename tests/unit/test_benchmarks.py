@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from backend.api import ConfigurationError
-from benchmarks import compare, fleet, report, step_cpu, streaming
+from benchmarks import compare, fleet, report, step_cpu, streaming, urgent
 from benchmarks.compare import Measured, measure, table
 from benchmarks.systems import System, Tokens
 from benchmarks.workload import PROMPTS, Work, mixed, uniform
@@ -138,6 +138,20 @@ def test_the_course_of_memory_is_told_at_the_beginning_and_each_tenth() -> None:
     assert (shown[0], shown[-1]) == (memory[0], memory[-1])
     assert all(abs(done - 100 * number) < 10 for number, (done, _) in enumerate(shown))
     assert fleet.course([(3, 1.0), (3, 2.0)]) == [(3, 1.0)]
+
+
+def test_late_starts_are_counted_and_the_latest_is_told_in_stages() -> None:
+    def start(slot_s: float) -> urgent.Urgent:
+        return urgent.Urgent(7000, 0.01, slot_s / 2, slot_s, slot_s + 0.5)
+
+    seconds = [0.01 * number for number in range(1, 99)] + [1.0, 1.01, 2.5]
+    typical, late, longest = urgent.told([start(one) for one in reversed(seconds)])
+    assert typical == ("start of an urgent job, 101 of them", "0.51 s (99 % within 1.01, longest 2.50)")
+    assert late == ("of these after more than 1 s", "2")
+    assert longest[1] == (
+        "accepted after 0.01 s, claimed after 1.25, in its slot after 2.50, ended after 3.00; "
+        "7,000 bulk jobs were done then"
+    )
 
 
 def test_delays_are_told_by_nearest_rank() -> None:
