@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from backend.complaints import complaint
+from backend.complaints import complaint, refuse_truth
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
@@ -207,6 +207,25 @@ class SamplingParams(_Frozen):
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="report log-probabilities with this many alternatives"
     )
+
+    @field_validator(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        mode="before",
+    )
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return refuse_truth(value)
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic_core import PydanticKnownError
+
 _Words = tuple[str, str]
 
 _WHOLE: _Words = ("must be a whole number", "Use a whole number")
@@ -67,6 +69,17 @@ def complaint(error: Mapping[str, Any]) -> _Words:
     if message.startswith("Input should "):
         return message.replace("Input should ", "must ", 1), "Correct it"
     return f"{message[:1].lower()}{message[1:]}", "Correct it"
+
+
+def refuse_truth(value: object) -> object:
+    """A number as it came, or a mapping to numbers; pydantic alone would take JSON's ``true`` for 1.
+
+    Raises:
+        PydanticKnownError: it is, or holds, true or false.
+    """
+    if any(isinstance(each, bool) for each in (value.values() if isinstance(value, Mapping) else (value,))):
+        raise PydanticKnownError("float_type")
+    return value
 
 
 def _least(count: int, unit: str) -> _Words:

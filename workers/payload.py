@@ -40,6 +40,7 @@ from backend.api import (
     check_text,
     request_error_from,
 )
+from backend.complaints import refuse_truth
 from backend.config import BULK_PRIORITY as BULK_PRIORITY
 from models_db.entropy import random_bytes
 from workers.callbacks.urls import MAX_URL, CallbackRules, check_callback_url
@@ -122,6 +123,11 @@ class GeneratePayload(SamplingParams):
         None, min_length=1, max_length=MAX_URL, description="told when the job has ended, see callbacks.md"
     )
     callback_include_output: bool = Field(False, description="the callback brings the text along")
+
+    @field_validator("priority", "deadline_s", mode="before")
+    @classmethod
+    def _more_numbers(cls, value: Any) -> Any:
+        return refuse_truth(value)
 
     @field_validator("model", "tenant", "custom_id")
     @classmethod

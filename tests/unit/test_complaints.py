@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -12,7 +13,7 @@ from backend.api import RequestError
 from backend.complaints import complaint
 from workers.payload import GeneratePayload
 from workers.serve.errors import ApiError
-from workers.serve.requests import parse_chat, parse_completion
+from workers.serve.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 
 ASK = [{"role": "user", "content": "a"}]
 
@@ -44,6 +45,45 @@ def test_a_payload_is_refused_in_plain_words(fields: dict[str, Any], words: str)
         GeneratePayload.parse({"model": "m"} | ({} if "messages" in fields else {"prompt": "a"}) | fields)
     assert str(caught.value).startswith(words)
     assert caught.value.fix
+
+
+def _numbers_of(model: type[BaseModel]) -> list[str]:
+    """The fields that the schema says are numbers."""
+
+    def kinds(schema: dict[str, Any]) -> set[str]:
+        return {schema.get("type", "")}.union(*(kinds(each) for each in schema.get("anyOf", [])))
+
+    found = model.model_json_schema()["properties"].items()
+    return [name for name, schema in found if kinds(schema) & {"integer", "number"} and "const" not in schema]
+
+
+@pytest.mark.parametrize("name", _numbers_of(GeneratePayload))
+def test_true_is_no_number_in_a_payload(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        GeneratePayload.parse({"model": "m", "prompt": "a", name: True})
+    assert str(caught.value) == f"{name}: must be a number (got True). Use a number"
+
+
+@pytest.mark.parametrize(
+    ("read", "prompt", "name"),
+    [(parse_chat, {"messages": ASK}, name) for name in _numbers_of(ChatRequest)]
+    + [
+        (parse_completion, {"prompt": "a"}, name)
+        for name in _numbers_of(CompletionRequest)
+        if name != "prompt"
+    ],
+)
+def test_true_is_no_number_over_http(
+    read: Callable[[object], object], prompt: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ApiError, match=f"{name}: must be a number .got True") as caught:
+        read({"model": "m", name: True} | prompt)
+    assert caught.value.param == name
+
+
+def test_true_is_no_bias() -> None:
+    with pytest.raises(RequestError, match="logit_bias: must be a number"):
+        GeneratePayload.parse({"model": "m", "prompt": "a", "logit_bias": {"5": True}})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from backend.api import MAX_LOGPROBS, MAX_SEED, RequestError
+from backend.complaints import refuse_truth
 from workers.serve.errors import ApiError, from_validation, invalid, refused
 
 R = TypeVar("R", bound="_Request")
@@ -146,6 +147,25 @@ class _Request(_Loose):
     stream_options: StreamOptions | None = None
     service_tier: str | None = None
 
+    @field_validator(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        mode="before",
+    )
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return refuse_truth(value)
+
     @field_validator("service_tier")
     @classmethod
     def _known_tier(cls, value: str | None) -> str | None:
@@ -213,6 +233,11 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
+    @field_validator("max_completion_tokens", "top_logprobs", mode="before")
+    @classmethod
+    def _more_numbers(cls, value: Any) -> Any:
+        return refuse_truth(value)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
@@ -235,6 +260,11 @@ class CompletionRequest(_Request):
 
     prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _more_numbers(cls, value: Any) -> Any:
+        return refuse_truth(value)
 
     @property
     def alternatives(self) -> int | None:
