@@ -167,10 +167,15 @@ def parse_line(
         return LineError(number, "is nested too deeply. Flatten it", "malformed_json")
     except UnicodeDecodeError as error:
         return LineError(number, f"is not UTF-8 at byte {error.start}. Re-encode the file", "malformed_json")
+    except json.JSONDecodeError as error:  # its own words count lines within this one
+        place = "its end" if error.pos >= len(text.rstrip()) else f"character {error.pos + 1}"
+        why = f"{error.msg[:1].lower()}{error.msg[1:]} at {place}"
+        return LineError(number, f"is not valid JSON: {why}. Write one object a line", "malformed_json")
     except ValueError as error:
         return LineError(number, f"is not valid JSON: {error}", "malformed_json")
     if not isinstance(data, dict):
-        return LineError(number, f"must be a JSON object, not {type(data).__name__}", "malformed_json")
+        why = f"must be a JSON object, not {type(data).__name__}. Write one object a line"
+        return LineError(number, why, "malformed_json")
     return (parse or parse_object)(number, data, options)
 
 

@@ -113,6 +113,11 @@ def test_other_keys_are_carried_through() -> None:
         ({"custom_id": "a", "prompt": "x", "top_p": 0}, "top_p:"),
         ("[1, 2]", "must be a JSON object, not list"),
         ('{"custom_id": "a"', "is not valid JSON"),
+        (
+            "{oops}\n",
+            "is not valid JSON: expecting property name enclosed in double quotes at character 2. Write",
+        ),
+        ("[\n", "is not valid JSON: expecting value at its end. Write one object a line"),
         ('{"custom_id": "a", "prompt": "x", "temperature": NaN}', "NaN is not a JSON value"),
         ('{"custom_id": "a", "prompt": "x", "prompt": "y"}', "the key 'prompt' comes twice"),
         (b'{"custom_id": "\xff"}', "is not UTF-8 at byte 15"),

@@ -1,8 +1,13 @@
-"""Log-probabilities as OpenAI's clients read them."""
+"""Answers and errors as OpenAI's clients read them."""
 
 from __future__ import annotations
 
+import pytest
+
+from backend.api import KVCapacityError, PromptTooLongError, RequestError
 from workers.serve.answers import CHAT, COMPLETION, logprobs
+from workers.serve.errors import from_end
+from workers.streams import StreamEnd
 
 ENTRIES = [
     {
@@ -36,3 +41,17 @@ def test_alternatives_of_completions_are_named_apart() -> None:
     assert found["tokens"] == [" é", "token_id:9", "token_id:7"]
     assert found["top_logprobs"] == [{" é": -0.5, "token_id:6": -1.0}, {}, {"token_id:8": -0.1}]
     assert logprobs(COMPLETION, None) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (PromptTooLongError, "context_length_exceeded"),
+        (KVCapacityError, "request_failed"),
+        (RequestError, "request_failed"),
+    ],
+)
+def test_what_only_a_worker_can_refuse_is_the_callers_fault(kind: type[RequestError], code: str) -> None:
+    error = from_end("j", StreamEnd("failed", error_type=kind.__name__, error_message="prompt: is too long"))
+    assert (error.status, error.kind, error.code) == (400, "invalid_request_error", code)
+    assert error.message == "job j: prompt: is too long"

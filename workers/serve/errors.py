@@ -7,7 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from backend.api import ConfigurationError, RequestError, TokenmillError, UnknownModelError
+from backend.api import (
+    ConfigurationError,
+    PromptTooLongError,
+    RequestError,
+    TokenmillError,
+    UnknownModelError,
+)
 from backend.complaints import complaint
 from models_db.errors import (
     CommitUnknownError,
@@ -152,7 +158,10 @@ def from_end(job_id: str, end: StreamEnd) -> ApiError:
     """Why a job has no answer."""
     message = f"job {job_id}: {end.error_message or end.state}"
     if end.state == "failed" and end.error_type and end.error_type.endswith(_CALLERS_FAULT):
-        return invalid(message, code="request_failed")
+        too_long = end.error_type.endswith(
+            PromptTooLongError.__name__
+        )  # the code that OpenAI's callers look for
+        return invalid(message, code="context_length_exceeded" if too_long else "request_failed")
     if end.state == "expired":
         return ApiError(408, message, kind="server_error", code="expired")
     if end.state == "cancelled":
