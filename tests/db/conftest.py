@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import get_args
 
 import pytest
-from sqlalchemy import Engine, delete
+from sqlalchemy import Engine, delete, exists, literal, select, union_all
 
 from models_db.base import Base
 from models_db.migrate import upgrade
@@ -25,37 +26,65 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
 
+class Databases:
+    """Of each kind one server and one migrated database, made when first asked for and kept for the whole run.
+
+    A fixture that depends on ``kind`` would make them anew at each change from one kind to the next, which is three
+    times a file.
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._servers: dict[Kind, Server] = {}
+        self._engines: dict[Kind, Engine] = {}
+
+    def server(self, kind: Kind) -> Server | None:
+        """The server of this kind, ``None`` for SQLite, which needs none."""
+        if kind == "sqlite":
+            return None
+        if kind not in self._servers:
+            try:
+                self._servers[kind] = self._stack.enter_context(server(kind))
+            except ServerUnavailableError as exc:
+                skip_or_fail(exc)
+        return self._servers[kind]
+
+    def engine(self, kind: Kind) -> Engine:
+        """An engine on a migrated database of this run's own."""
+        if kind not in self._engines:
+            running = self.server(kind)
+            if running is None:
+                url = f"sqlite:///{self._folder / 'test.db'}"
+            else:
+                url = self._stack.enter_context(fresh_database(running))
+            upgrade(url)
+            self._engines[kind] = engine = make_engine(url, pool_size=10)
+            self._stack.callback(engine.dispose)
+        return self._engines[kind]
+
+
 @pytest.fixture(scope="session")
-def running_server(kind: Kind) -> Iterator[Server | None]:
+def databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
+    with ExitStack() as stack:
+        yield Databases(stack, tmp_path_factory.mktemp("sqlite"))
+
+
+@pytest.fixture(scope="session")
+def running_server(kind: Kind, databases: Databases) -> Server | None:
     """The server of this kind, ``None`` for SQLite, which needs none."""
-    if kind == "sqlite":
-        yield None
-        return
-    with ExitStack() as stack:
-        try:
-            running = stack.enter_context(server(kind))
-        except ServerUnavailableError as exc:
-            skip_or_fail(exc)
-        yield running
+    return databases.server(kind)
 
 
 @pytest.fixture(scope="session")
-def migrated_url(running_server: Server | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def shared_engine(kind: Kind, databases: Databases) -> Engine:
+    return databases.engine(kind)
+
+
+@pytest.fixture(scope="session")
+def migrated_url(shared_engine: Engine) -> str:
     """A database of this run's own, migrated."""
-    with ExitStack() as stack:
-        if running_server is None:
-            url = f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'test.db'}"
-        else:
-            url = stack.enter_context(fresh_database(running_server))
-        upgrade(url)
-        yield url
-
-
-@pytest.fixture(scope="session")
-def shared_engine(migrated_url: str) -> Iterator[Engine]:
-    engine = make_engine(migrated_url, pool_size=10)
-    yield engine
-    engine.dispose()
+    return shared_engine.url.render_as_string(hide_password=False)
 
 
 @pytest.fixture
@@ -83,7 +112,11 @@ def empty_url(running_server: Server | None, tmp_path) -> Iterator[str]:
 
 
 def wipe(engine: Engine) -> None:
-    """Delete every row."""
+    """Delete every row. Most tables have none, which one question tells of all of them."""
+    tables = {table.name: table for table in reversed(Base.metadata.sorted_tables)}
+    filled = [select(literal(name)).where(exists().select_from(table)) for name, table in tables.items()]
     with engine.begin() as conn:
-        for table in reversed(Base.metadata.sorted_tables):
-            conn.execute(delete(table))
+        found = set(conn.scalars(union_all(*filled)))
+        for name, table in tables.items():
+            if name in found:
+                conn.execute(delete(table))
