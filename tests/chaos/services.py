@@ -48,13 +48,13 @@ class ChaosRedis:
             self._process = subprocess.Popen(
                 [*command, "--dir", str(self._data), *keep], stdout=log, stderr=log, start_new_session=True
             )
-        wait_until(self._answers, 20, "Redis to answer")
+        wait_until(self._answers, 30, "Redis to answer")
 
     def kill(self, *, keep: bool = True) -> None:
         """SIGKILL. Without ``keep`` its file is lost, too."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(30)
         self._process = None
         if not keep:
             shutil.rmtree(self._data / "appendonlydir", ignore_errors=True)
@@ -80,7 +80,7 @@ class ChaosRedis:
         self.client.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(30)
             self._process = None
 
     def _answers(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -173,10 +174,10 @@ def test_the_proxy_forwards_holds_freezes_cuts_and_refuses() -> None:
         proxy = Proxy(upper.getsockname()[1])
 
         def connect() -> socket.socket:
-            return socket.create_connection(("127.0.0.1", proxy.port), 5)
+            return socket.create_connection(("127.0.0.1", proxy.port), 20)
 
         with connect() as one, connect() as two:
-            one.settimeout(0.2)
+            one.settimeout(20)
             one.sendall(b"hello" * 20_000)
             got = b""
             while len(got) < 100_000:
@@ -184,17 +185,15 @@ def test_the_proxy_forwards_holds_freezes_cuts_and_refuses() -> None:
             assert got == b"HELLO" * 20_000
             held = proxy.hold(b"secret")
             one.sendall(b"a secret")
-            assert held.wait(5)
+            assert held.wait(20)
             two.sendall(b"open")
             assert two.recv(100) == b"OPEN"
-            with pytest.raises(TimeoutError):
-                one.recv(100)
+            assert not _says_something(one)
             proxy.release()
             assert one.recv(100) == b"A SECRET"
             proxy.freeze()
             one.sendall(b"later")
-            with pytest.raises(TimeoutError):
-                one.recv(100)
+            assert not _says_something(one)
             proxy.forward()
             assert one.recv(100) == b"LATER"
             assert proxy.cut() == 2
@@ -207,6 +206,11 @@ def test_the_proxy_forwards_holds_freezes_cuts_and_refuses() -> None:
             again.sendall(b"back")
             assert again.recv(100) == b"BACK"
         proxy.close()
+
+
+def _says_something(end: socket.socket) -> bool:
+    """Whether something comes within a little while."""
+    return bool(select.select([end], [], [], 0.2)[0])
 
 
 def _hears_nothing(connect: Callable[[], socket.socket]) -> bool:
@@ -234,7 +238,7 @@ def test_a_shifted_wall_clock_leaves_the_monotonic_one(tmp_path: Path) -> None:
     )
     wall, monotonic, dated = map(float, done.stdout.split())
     assert abs(wall - (time.time() - 3600)) < 60
-    assert abs(dated - wall) < 5
+    assert abs(dated - wall) < 60
     assert abs(monotonic - time.monotonic()) < 60
 
 

@@ -80,7 +80,7 @@ def lose_a_message(world: World, how: int) -> tuple[Seat, Seat, str]:
     victim.ready()
     held = world.redis_proxy.hold(b"HSET")  # nothing else is kept in a hash
     (job_id,) = world.submit_words(1, 10)
-    assert held.wait(15), "the worker has popped the message and is about to note it"
+    assert held.wait(30), "the worker has popped the message and is about to note it"
     victim.signal(how)
     assert world.redis.queued(world.queue) == world.redis.unacked() == 0
     assert world.state(job_id) is JobState.QUEUED

@@ -374,7 +374,7 @@ class World:
             return self.redis.unacked() == 0 and self.redis.queued(self.queue) <= left_in_queue
 
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: self.persist(drained), 15, "everything acknowledged")
+            wait_until(lambda: self.persist(drained), 30, "everything acknowledged")
 
     def _wait_idle(self, verdict: Verdict) -> None:
         """Wait until each worker that is online says that it runs nothing and that all blocks are free."""
@@ -390,7 +390,7 @@ class World:
             return found
 
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self.read(busy), 15, "idle workers")
+            wait_until(lambda: not self.read(busy), 30, "idle workers")
         verdict.busy = self.read(busy)
 
     def close(self) -> None:

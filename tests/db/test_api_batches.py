@@ -48,8 +48,8 @@ def test_a_batch_whose_files_are_being_written_is_passed_over(batch: Engine) -> 
             assert beat_feeding(writing, "b", "one")
             looking = beside.submit(take)
             if batch.dialect.name != "sqlite":  # which has one writer at a time: the other waits for it
-                assert not looking.result(10), "it did not wait for the files"
-        assert not looking.result(30)
+                assert not looking.result(60), "it did not wait for the files"
+        assert not looking.result(60)
     with batch.begin() as conn:
         (record,) = open_api_batches(conn)
     assert (record.feeder, record.feeder_beat) == ("one", 2)

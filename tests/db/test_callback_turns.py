@@ -65,7 +65,7 @@ def test_a_slow_host_does_not_hold_up_another(world: Engine) -> None:
                 return Answer(204)
             self.at_once += 1
             self.most = max(self.most, self.at_once)
-            await asyncio.wait_for(self.quick_came.wait(), 20)  # as long as the other one waits
+            await asyncio.wait_for(self.quick_came.wait(), 40)  # as long as the other one waits
             self.at_once -= 1
             return await super().post(url, headers, body)
 
@@ -214,7 +214,7 @@ def test_a_stop_waits_a_little_and_leaves_the_rest_to_others(world: Engine) -> N
         while not hooks.sent:
             await asyncio.sleep(0.01)
         stop.set()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 30)
 
     asyncio.run(scene())
     assert (of_job(world, "j").state, of_job(world, "j").tries) == (CallbackState.DUE, 1)
@@ -232,7 +232,7 @@ def test_what_is_due_when_it_stops_is_still_sent(world: Engine) -> None:
     async def scene() -> None:
         stop = asyncio.Event()
         stop.set()
-        await asyncio.wait_for(sender_for(world, hooks).run(stop), 20)
+        await asyncio.wait_for(sender_for(world, hooks).run(stop), 40)
 
     asyncio.run(scene())
     assert [event["data"]["id"] for event in hooks.events()] == ["j"]

@@ -289,7 +289,7 @@ def race(count, work):
     barrier = threading.Barrier(count)
 
     def run(number):
-        barrier.wait(10)
+        barrier.wait(60)
         return work(number)
 
     with ThreadPoolExecutor(count) as pool:

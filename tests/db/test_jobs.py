@@ -107,7 +107,7 @@ def test_racing_submissions_with_one_key_make_one_job(db):
     barrier = threading.Barrier(count)
 
     def submit(number):
-        barrier.wait(10)
+        barrier.wait(60)
         jobs = [keyed(f"{round_}-{number}", f"key-{round_}") for round_ in range(10)]
         return transaction(db, lambda conn: insert_jobs(conn, jobs if number % 2 else jobs[::-1]))
 
@@ -121,7 +121,7 @@ def test_racing_submissions_with_one_key_and_two_payloads_keep_the_first(db):
     barrier = threading.Barrier(4)
 
     def submit(number):
-        barrier.wait(10)
+        barrier.wait(60)
         try:
             return insert(db, keyed(f"job-{number}", payload=f"hash-{number}"))[0].id
         except IdempotencyConflictError as exc:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -29,10 +28,8 @@ def test_a_pause_is_cut_short() -> None:
     with Interruptible() as signals:
         thread = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
         thread.start()
-        began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            signals.sleep(30)
-        assert time.monotonic() - began < 10
+            signals.sleep(3600)  # longer than a test may take
         thread.join()
 
 
