@@ -5,6 +5,7 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -13,9 +14,9 @@ from sqlalchemy import Connection, func, or_, select, update
 from models_db.base import utcnow
 from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS
 from models_db.dialects import insert_or_ignore
-from models_db.jobs import lock_jobs, stored_messages
+from models_db.jobs import lock_jobs, mark_unpublished, stored_messages
 from models_db.records import StoredMessage
-from models_db.tables import FleetLock, Job, JobState, Worker, WorkerState
+from models_db.tables import TERMINAL_JOB_STATES, FleetLock, Job, JobState, Worker, WorkerState
 from models_db.transitions import start_jobs
 
 
@@ -50,18 +51,29 @@ def suspects_waiting(conn: Connection, queue: str) -> Waiting:
     return Waiting(counts.get(False, 0), counts.get(True, 0))
 
 
-def untold_cancels(conn: Connection, queue: str, limit: int) -> list[StoredMessage]:
-    """The messages of suspects that were cancelled while they waited, so many at most, until ``mark_published``.
+def untold_ends(conn: Connection, queue: str, limit: int) -> list[StoredMessage]:
+    """The messages of suspects that were cancelled while they waited, so many at most, until ``mark_published``;
+    and of those that have ended and could not be published then (``leave_untold``).
 
-    No delivery waits for a suspect, so that none would tell Celery of this end.
+    No delivery waits for a suspect, so that none would tell Celery of its end.
     """
     query = (
         select(Job.id)
-        .where(Job.state == JobState.CANCELLED, Job.queue == queue, Job.deaths >= SUSPECT_DEATHS)
+        .where(Job.state.in_(TERMINAL_JOB_STATES), Job.queue == queue, Job.deaths >= SUSPECT_DEATHS)
         .where(Job.published_at.is_(None), Job.callbacks_sent_at.is_(None))
         .limit(limit)
     )
     return list(stored_messages(conn, conn.scalars(query).all()).values())
+
+
+def leave_untold(conn: Connection, ids: Sequence[str]) -> set[str]:
+    """Have ``untold_ends`` find those of these jobs that are suspects and have ended; returns them."""
+    query = select(Job.id).where(
+        Job.id.in_(ids), Job.state.in_(TERMINAL_JOB_STATES), Job.deaths >= SUSPECT_DEATHS
+    )
+    found = set(conn.scalars(query))
+    mark_unpublished(conn, sorted(found))
+    return found
 
 
 def take_lock(conn: Connection, name: str, worker_id: str, *, now: datetime | None = None) -> bool:

@@ -101,7 +101,7 @@ class DeliveryTable:
         self._on_fatal = on_fatal
         self._now = now
         self._actor = Actor("delivery-table", self._on_fault, clock)
-        self._endings = Endings(tracer, post, self._accept)
+        self._endings = Endings(tracer, post, self._actor.send, self._accept)
         self._runs = Runs(
             self._actor,
             store,

@@ -16,6 +16,7 @@ from workers.intake import Delivery
 from workers.tasks import Outcome
 
 Post = Callable[[Action], None]
+_End = tuple[str, JobState]
 
 
 class Tracer(Protocol):
@@ -34,17 +35,22 @@ class Tracer(Protocol):
 class Endings:
     """Ends deliveries on the main thread, and counts those that have not ended.
 
+    Owned by the delivery table's thread, but for the actions that it posts.
+
     Args:
         post: runs an action on the main thread, in order.
+        send: runs an action on the table's thread, in order.
         accept: tells Celery that the delivery has been accepted, where that has not happened.
     """
 
-    def __init__(self, tracer: Tracer, post: Post, accept: Callable[[Delivery], None]) -> None:
+    def __init__(self, tracer: Tracer, post: Post, send: Post, accept: Callable[[Delivery], None]) -> None:
         self._tracer = tracer
         self._post = post
+        self._send = send
         self._accept = accept
         self._lock = threading.Lock()
         self._pending = 0
+        self._telling: dict[_End, list[Delivery]] = {}  # what Celery is being told, and what waits for that
 
     @property
     def pending(self) -> int:
@@ -107,6 +113,8 @@ class Endings:
     ) -> None:
         """Tell Celery the outcome; the deliveries that joined it are acknowledged after it.
 
+        So are those that come while Celery is told of the same job, or its links would run once for each of them.
+
         A job that was cancelled or expired before it got a slot here does not start in Celery's eyes either. A failed
         one does, so that the failure has a beginning and an end.
         """
@@ -114,13 +122,23 @@ class Endings:
             self.acknowledge_ending(delivery)
             return
 
+        end = delivery.job_id, outcome.state  # another one is of a job that has been retried meanwhile
+        if end in self._telling:
+            self._telling[end] += [delivery, *joined]
+            return
+        self._telling[end] = list(joined)
+
         def then() -> None:
-            self._end_joined(joined)
+            # By way of the table, which may just be handling a claim that was made before Celery had been told.
+            self._send(partial(self._on_told, end))
             self.forget()
 
         if outcome.state not in (JobState.CANCELLED, JobState.EXPIRED):
             self._accept(delivery)
         self._tracer.trace(delivery, outcome, runtime_s, then)
+
+    def _on_told(self, end: _End) -> None:
+        self._end_joined(self._telling.pop(end))
 
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         """Tell Celery about a failure that no row can hold."""

@@ -7,7 +7,8 @@ the claim, so sweepers of several workers may do the same at once.
 * A message can be lost between Redis and the worker that took it, or with Redis itself. Then more rows are queued
   than messages wait. While that lasts, the one sweeper of the queue that Redis's lease names looks which queued
   jobs no list and no unacknowledged delivery holds; those it finds twice in a row it publishes again.
-* Of a suspect that is cancelled while it waits no delivery is about, either: it is published once, which tells Celery.
+* Of a suspect that is cancelled while it waits no delivery is about, either, nor of one that ended while Redis was
+  away: it is published once, which tells Celery.
 * Unreadable messages that a consumer put aside go into the table ``dead_letter``.
 """
 
@@ -31,7 +32,7 @@ from models_db.dead_letters import NewDeadLetter, store_dead_letters
 from models_db.deaths import SUSPECT_DEATHS, Burial, bury
 from models_db.jobs import mark_published, stored_messages
 from models_db.records import StoredMessage
-from models_db.suspects import untold_cancels
+from models_db.suspects import leave_untold, untold_ends
 from models_db.sweeping import mark_republished, queued_count, queued_page
 from models_db.tables import Job
 from workers.actor import Action, Actor
@@ -203,6 +204,13 @@ class Sweeper:
         if error is not None or not self._publish(future.result()):
             # Of jobs that have ended nobody else makes a delivery, and who waits for Celery's result waits for that.
             self._unpublished.update(dict.fromkeys(ids, only_linked))
+            # This process may end before Redis is back. Deliveries that it lost itself Redis has, but for suspects.
+            self._ask(partial(leave_untold, ids=ids), self._on_left)
+
+    def _on_left(self, future: Future[set[str]]) -> None:
+        if future.exception() is None:
+            for job_id in future.result():
+                self._unpublished.pop(job_id, None)
 
     def _publish_again(self) -> None:
         waiting, self._unpublished = self._unpublished, {}
@@ -215,11 +223,11 @@ class Sweeper:
         messages = [entry.message for entry in stored if entry.message is not None]
         return not messages or self._with_redis(partial(self._view.publish, messages), done=True) is not None
 
-    def _tell_cancels(self) -> None:
-        """Publish suspects that were cancelled while they waited, then note it: rather twice than never."""
+    def _tell_untold(self) -> None:
+        """Publish suspects that have ended and that no delivery tells of, then note it: rather twice than never."""
         if not self._telling:
             self._telling = True
-            self._ask(partial(untold_cancels, queue=self._queue, limit=_PUBLISH), self._on_untold)
+            self._ask(partial(untold_ends, queue=self._queue, limit=_PUBLISH), self._on_untold)
 
     def _on_untold(self, future: Future[list[StoredMessage]]) -> None:
         self._telling = False
@@ -250,7 +258,7 @@ class Sweeper:
         now = self._clock()
         if self._counting or now < self._next_count:
             return
-        self._tell_cancels()
+        self._tell_untold()
         self._counting = True
         self._look(partial(queued_count, queue=self._queue), partial(self._on_count, now))
 

@@ -23,7 +23,7 @@ from models_db.jobs import insert_jobs, request_cancel
 from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
-from models_db.suspects import untold_cancels
+from models_db.suspects import untold_ends
 from models_db.tables import AttemptOutcome, FleetLock, Job, JobState, WorkerState
 from models_db.workers import set_worker_state
 from tests.fleet.conftest import MakeFleet
@@ -291,7 +291,7 @@ def test_a_delivery_tells_celery_of_a_suspect_that_was_cancelled_while_it_waited
     accept(engine, ["j"], deaths=deaths, published_at=utcnow())
     with engine.begin() as conn:
         assert request_cancel(conn, ["j"]) == {"j": JobState.CANCELLED}
-        (message,) = untold_cancels(conn, queue_for("echo"), 10)
+        (message,) = untold_ends(conn, queue_for("echo"), 10)
     assert message.id == "j"
     world = World(engine)
     worker = world.worker()
