@@ -32,6 +32,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
 from backend.api import MAX_DEADLINE_S, ConfigurationError
+from backend.complaints import complaint
 from backend.config import EngineConfig
 from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.urls import HostRule
@@ -516,11 +517,17 @@ def load_settings(**overrides: Any) -> Settings:
 
 def _configuration_error(exc: ValidationError) -> ConfigurationError:
     problems = []
-    for error in exc.errors(include_url=False, include_input=False):
+    for error in exc.errors(include_url=False):
         path = [str(part) for part in error["loc"]]
-        message = error["msg"].removeprefix("Value error, ")
-        if error["type"] == "extra_forbidden":
+        if error["type"] == "value_error":
+            message = error["msg"].removeprefix("Value error, ")
+        elif error["type"] == "extra_forbidden":
             message = "is not a setting; correct its spelling or remove it"
+        else:
+            wrong, fix = complaint(error)
+            # What should be a number or one of some words is no secret; what should be a URL may be.
+            open_kind = error["type"].startswith(("int_", "float_", "bool_", "greater_", "less_", "literal_"))
+            message = f"{wrong} (got {str(error['input'])[:80]!r}). {fix}" if open_kind else f"{wrong}. {fix}"
         if not path:
             problems.append(message)
             continue

@@ -179,3 +179,23 @@ def test_variables_that_look_like_a_setting_are_found() -> None:
         "BROKR_URL": "x",
     }
     assert misspelt_variables(environ) == {"TOKENMILL_BROKR_URL": "TOKENMILL_BROKER_URL"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("VISIBILITY_TIMEOUT_S", "soon", "must be a number (got 'soon'). Use a number"),
+        ("FINALISER_THREADS", "2.5", "must be a whole number (got '2.5'). Use a whole number"),
+        ("FINALISER_THREADS", "0", "must be at least 1 (got '0'). Use 1 or more"),
+        ("TASK_EVENTS", "perhaps", "must be true or false (got 'perhaps'). Use true or false"),
+        ("ENGINE_MODE", "both", "must be 'async' or 'sync' (got 'both'). Use 'async' or 'sync'"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_plain_words(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(f"TOKENMILL_{variable}", value)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings()
+    assert str(caught.value).endswith(f": {words}")
+    assert f"TOKENMILL_{variable}" in str(caught.value)
