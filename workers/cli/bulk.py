@@ -221,9 +221,9 @@ def run(
     if reuse_days is not None:
         days_of(reuse_days, "--reuse-days")
     callback = None if callback_url is None else new_callback(callback_url, settings, field="--callback-url")
-    given = {"model": model or settings.model, "max_tokens": max_tokens, "temperature": temperature}
-    given["tenant"] = tenant
-    defaults = params_from(param or []) | {key: value for key, value in given.items() if value is not None}
+    given = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "tenant": tenant}
+    defaults = {"model": settings.model, **params_from(param or [])}
+    defaults |= {key: value for key, value in given.items() if value is not None}
     options = LineOptions(
         defaults=defaults,
         chat=chat,
@@ -447,6 +447,8 @@ def export(
 ) -> None:
     """Write a batch's answers again, also of one that is not finished; its open jobs are in the errors file.
 
+    Exits with 1 when a line has no answer, also when no job was made of it yet.
+
     [bold]Example[/bold]
 
       tokenmill bulk export 0199f0c2-… -o out.jsonl
@@ -465,5 +467,12 @@ def export(
         with reopened(progress, needed=False) as (made, file):
             exported = export_files(engine, progress, made, file, output)
     report_files(output, exported.results, exported.errors)
-    if exported.errors:
+    not_in = 0 if progress.total is None else progress.total - progress.inserted
+    if not_in > 0:
+        lines = "1 line of the input is" if not_in == 1 else f"{not_in:,} lines of the input are"
+        why = f"not in yet. Run the rest: tokenmill bulk resume {batch_id} -o {output}"
+        if progress.state.terminal:
+            why = f"the batch has ended, as {progress.state}, before they were in"
+        notice(f"{lines} in neither file: {why}")
+    if exported.errors or not_in > 0:
         raise typer.Exit(ExitCode.FAILED)
