@@ -14,29 +14,11 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import (
-    CTE,
-    ColumnElement,
-    Connection,
-    Engine,
-    FromClause,
-    and_,
-    case,
-    delete,
-    exists,
-    func,
-    insert,
-    literal,
-    null,
-    or_,
-    select,
-    union_all,
-    update,
-)
+from sqlalchemy import Connection, Engine, delete, func, insert, or_, select, update
 
 from models_db.base import Base
 from models_db.dialects import insert_or_ignore, insert_rows
-from models_db.histogram import Metric, upper_ms
+from models_db.rollup_queries import hours, minutes, new_classes
 from models_db.rollup_tables import (
     JobClass,
     JobHour,
@@ -48,8 +30,7 @@ from models_db.rollup_tables import (
     ThroughputMinute,
 )
 from models_db.session import reading, transaction
-from models_db.tables import TERMINAL_JOB_STATES, Attempt, AttemptOutcome, EngineSample, Job, JobState, Result
-from models_db.timesql import day_of, hour_start_of, minute_of, night_of, seconds_between
+from models_db.tables import Attempt, EngineSample, Job
 
 MARK = "rollups"
 MINUTE = timedelta(minutes=1)
@@ -110,24 +91,30 @@ def advance(
     return _set_mark(conn, stretch)
 
 
-def advance_aside(engine: Engine, now: datetime, *, longest: timedelta = timedelta(days=1)) -> bool:
+def advance_aside(
+    engine: Engine,
+    now: datetime,
+    *,
+    longest: timedelta = timedelta(days=1),
+    with_present: bool = False,
+) -> bool:
     """``advance`` in transactions of its own, in which nobody who writes waits for it.
 
     SQLite lets one transaction write at a time. So the rows are read first, and replace those of the stretch of time
     only where nobody has moved the mark meanwhile.
     """
     if engine.dialect.name != "sqlite":
-        return transaction(engine, partial(advance, now=now, longest=longest))
+        return transaction(engine, partial(advance, now=now, longest=longest, with_present=with_present))
     with reading(engine) as conn:
         row = conn.execute(_MARK_ROW).one_or_none()
     if row is None:
         transaction(engine, _ensure_mark)
     mark, complete = (None, None) if row is None else (row.rolled_until, row.complete_from)
-    if not _due(mark, now):
+    if not with_present and not _due(mark, now):
         return False
     with reading(engine) as conn:
-        stretch = _next_stretch(conn, mark, complete, now, longest)
-        classes = [] if stretch.since is None else _new_classes(conn, stretch.since, stretch.until)
+        stretch = _next_stretch(conn, mark, complete, now, longest, with_present)
+        classes = [] if stretch.since is None else new_classes(conn, stretch.since, stretch.until)
     if classes:
         transaction(engine, partial(_insert_classes, classes=classes))
     found: list[tuple[type[Base], list[dict[str, Any]]]] = []
@@ -135,7 +122,7 @@ def advance_aside(engine: Engine, now: datetime, *, longest: timedelta = timedel
         with reading(engine) as conn:
             found = [
                 (table, [dict(row) for row in conn.execute(query).mappings()])
-                for table, query in _minutes(stretch.since, stretch.until)
+                for table, query in minutes(stretch.since, stretch.until)
             ]
     return transaction(engine, partial(_store, stretch=stretch, found=found))
 
@@ -149,9 +136,8 @@ def catch_up(
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
     """Advance to ``now`` in as many transactions as it takes, waiting for others who are at it."""
-    step = partial(advance, now=now, longest=longest, with_present=with_present)
     while True:
-        while transaction(engine, step):
+        while advance_aside(engine, now, longest=longest, with_present=with_present):
             pass
         with reading(engine) as conn:
             mark = rolled_until(conn)
@@ -206,8 +192,8 @@ def roll_up(conn: Connection, since: datetime, until: datetime) -> None:
     for moment in (since, until):
         if moment != floor_minute(moment):
             raise ValueError(f"since, until: must be beginnings of minutes (got {moment.isoformat()})")
-    _insert_classes(conn, _new_classes(conn, since, until))
-    for table, query in _minutes(since, until):
+    _insert_classes(conn, new_classes(conn, since, until))
+    for table, query in minutes(since, until):
         _replace(conn, table, query, since, until)
     _replace_hours(conn, since, until)
 
@@ -242,7 +228,7 @@ def _next_stretch(
     complete: datetime | None,
     now: datetime,
     longest: timedelta,
-    with_present: bool = False,
+    with_present: bool,
 ) -> _Stretch:
     target = floor_minute(now - SETTLE)
     end = floor_minute(now) + MINUTE if with_present else target
@@ -301,16 +287,6 @@ def _clear(conn: Connection, table: Any, since: datetime, until: datetime) -> No
     conn.execute(delete(table).where(table.started_at >= since, table.started_at < until))
 
 
-def _minutes(since: datetime, until: datetime) -> list[tuple[type[Base], Any]]:
-    """The rows of a stretch of time in each table of minutes; the classes of its jobs must be known."""
-    ended = _ended(since, until)
-    return [
-        (ThroughputMinute, _samples(since, until)),
-        (JobMinute, _outcomes(ended)),
-        (LatencyMinute, _times(ended)),
-    ]
-
-
 def _replace_hours(conn: Connection, since: datetime, until: datetime) -> None:
     """Compute every hour anew that has a part in the stretch of time."""
     first, end = floor_hour(since), floor_hour(until - timedelta(microseconds=1)) + HOUR
@@ -319,82 +295,7 @@ def _replace_hours(conn: Connection, since: datetime, until: datetime) -> None:
         (JobMinute, JobHour),
         (LatencyMinute, LatencyHour),
     ):
-        _replace(conn, hour, _hours(minute, hour, first, end), first, end)
-
-
-def _samples(since: datetime, until: datetime) -> Any:
-    sample, span = EngineSample, EngineSample.interval_s
-    started = minute_of(sample.sampled_at)
-    working = or_(sample.running > 0, sample.generated_tokens > 0)
-
-    def total(value: Any, name: str) -> ColumnElement[Any]:
-        return func.sum(value).label(name)
-
-    counts = (
-        "prompt_tokens",
-        "cached_tokens",
-        "generated_tokens",
-        "steps",
-        "requests_finished",
-        "requests_failed",
-        "preemptions",
-        "prepare_s",
-    )
-    return (
-        select(
-            started.label("started_at"),
-            sample.worker_id,
-            func.count().label("samples"),
-            total(span, "sampled_s"),
-            total(sample.active_fraction * span, "active_s"),
-            total(case((working, span), else_=literal(0.0)), "working_s"),
-            total(sample.running * span, "running_s"),
-            total(sample.waiting * span, "waiting_s"),
-            total(sample.kv_used_fraction * span, "kv_used_s"),
-            *(total(getattr(sample, name), name) for name in counts),
-            func.max(sample.running).label("max_running"),
-            func.max(sample.waiting).label("max_waiting"),
-        )
-        .where(sample.sampled_at >= since, sample.sampled_at < until)
-        .group_by(started, sample.worker_id)
-    )
-
-
-def _tenant() -> ColumnElement[str]:
-    return func.coalesce(Job.tenant, "")
-
-
-def _without_attempt() -> ColumnElement[bool]:
-    """Jobs whose end is not that of an attempt: cancelled, expired, given up or answered while they waited."""
-    closed = exists().where(
-        Attempt.job_id == Job.id,
-        Attempt.number == Job.attempt,
-        Attempt.ended_at == Job.finished_at,
-        Attempt.outcome.in_([AttemptOutcome(state.value) for state in TERMINAL_JOB_STATES]),
-    )
-    return ~closed
-
-
-def _new_classes(conn: Connection, since: datetime, until: datetime) -> list[dict[str, Any]]:
-    """Classes of jobs that have ended in the stretch of time, as far as they have no number yet."""
-    columns = (Job.model, Job.queue, _tenant(), Job.priority)
-    by_attempt = (
-        select(*columns)
-        .join(Attempt, Attempt.job_id == Job.id)
-        .where(Attempt.ended_at >= since, Attempt.ended_at < until)
-    )
-    by_job = select(*columns).where(Job.finished_at >= since, Job.finished_at < until, _without_attempt())
-    seen = union_all(by_attempt, by_job).subquery().select().distinct().subquery()
-    model, queue, tenant, priority = seen.c
-    known = exists().where(
-        JobClass.model == model,
-        JobClass.queue == queue,
-        JobClass.tenant == tenant,
-        JobClass.priority == priority,
-    )
-    names = ("model", "queue", "tenant", "priority")
-    found = conn.execute(select(model, queue, tenant, priority).where(~known))
-    return [dict(zip(names, row, strict=True)) for row in found]
+        _replace(conn, hour, hours(minute, hour, first, end), first, end)
 
 
 def _insert_classes(conn: Connection, classes: Sequence[dict[str, Any]]) -> None:
@@ -402,119 +303,3 @@ def _insert_classes(conn: Connection, classes: Sequence[dict[str, Any]]) -> None
     if classes:
         key = [JobClass.model, JobClass.queue, JobClass.tenant, JobClass.priority]
         insert_or_ignore(conn, JobClass, classes, key)
-
-
-def _ended(since: datetime, until: datetime) -> CTE:
-    """One row for each attempt that ended in the stretch of time, and each job that ended without one."""
-    same_class = and_(
-        JobClass.model == Job.model,
-        JobClass.queue == Job.queue,
-        JobClass.tenant == _tenant(),
-        JobClass.priority == Job.priority,
-    )
-    last = and_(Attempt.number == Job.attempt, Attempt.ended_at == Job.finished_at)
-    succeeded = and_(Attempt.outcome == AttemptOutcome.SUCCEEDED, Job.state == JobState.SUCCEEDED)
-    waited = seconds_between(Job.created_at, Attempt.started_at) + Result.queue_time_s
-    attempts = (
-        select(
-            minute_of(Attempt.ended_at).label("started_at"),
-            JobClass.id.label("class_id"),
-            Attempt.outcome.label("outcome"),
-            case((Attempt.number > 1, 1), else_=0).label("retried"),
-            literal(0).label("without_attempt"),
-            func.coalesce(Result.prompt_tokens, 0).label("prompt_tokens"),
-            func.coalesce(Result.cached_tokens, 0).label("cached_tokens"),
-            func.coalesce(Result.completion_tokens, 0).label("completion_tokens"),
-            case((succeeded, Result.latency_s)).label("latency_s"),
-            case((succeeded, Result.time_to_first_token_s)).label("first_token_s"),
-            case((succeeded, case((waited > 0, waited), else_=literal(0.0)))).label("queue_s"),
-        )
-        .select_from(Attempt)
-        .join(Job, Job.id == Attempt.job_id)
-        .join(JobClass, same_class)
-        .outerjoin(Result, and_(Result.job_id == Job.id, Result.choice == 0, last))
-        .where(Attempt.ended_at >= since, Attempt.ended_at < until)
-    )
-    zero, nothing = literal(0), null()
-    unstarted = (
-        select(
-            minute_of(Job.finished_at),
-            JobClass.id,
-            Job.state,
-            zero,
-            literal(1),
-            zero,
-            zero,
-            zero,
-            nothing,
-            nothing,
-            nothing,
-        )
-        .select_from(Job)
-        .join(JobClass, same_class)
-        .where(Job.finished_at >= since, Job.finished_at < until, _without_attempt())
-    )
-    # Several questions are asked of it, and PostgreSQL and SQLite look through what a CTE names once.
-    return union_all(attempts, unstarted).cte("ended")
-
-
-def _outcomes(ended: FromClause) -> Any:
-    def total(name: str) -> ColumnElement[Any]:
-        return func.sum(ended.c[name]).label(name)
-
-    def time(name: str) -> ColumnElement[Any]:
-        return func.coalesce(func.sum(ended.c[name]), literal(0.0)).label(name)
-
-    return select(
-        ended.c.started_at,
-        ended.c.class_id,
-        *(
-            func.sum(case((ended.c.outcome == outcome, 1), else_=0)).label(outcome.value)
-            for outcome in AttemptOutcome
-        ),
-        *map(total, ("without_attempt", "retried", "prompt_tokens", "cached_tokens", "completion_tokens")),
-        *map(time, ("latency_s", "queue_s", "first_token_s")),
-        func.count(ended.c.latency_s).label("timed"),
-        func.count(ended.c.first_token_s).label("first_tokens"),
-    ).group_by(ended.c.started_at, ended.c.class_id)
-
-
-def _times(ended: FromClause) -> Any:
-    columns = {
-        Metric.LATENCY: ended.c.latency_s,
-        Metric.FIRST_TOKEN: ended.c.first_token_s,
-        Metric.QUEUE: ended.c.queue_s,
-    }
-    values = union_all(
-        *(
-            select(
-                ended.c.started_at,
-                ended.c.class_id,
-                literal(metric.value).label("metric"),
-                upper_ms(column).label("upper_ms"),
-            ).where(column.is_not(None))
-            for metric, column in columns.items()
-        )
-    ).subquery("times")
-    keys = (values.c.started_at, values.c.class_id, values.c.metric, values.c.upper_ms)
-    return select(*keys, func.count().label("jobs")).group_by(*keys)
-
-
-def _hours(minute: Any, hour: Any, since: datetime, until: datetime) -> Any:
-    """The minutes added up: keys grouped, maxima kept, all else summed."""
-    table = minute.__table__
-    started = hour_start_of(table.c.started_at)
-    keys = [column for column in table.primary_key if column.name != "started_at"]
-    values = [
-        (func.max if column.name.startswith("max_") else func.sum)(column).label(column.name)
-        for column in table.c
-        if not column.primary_key
-    ]
-    dates = []
-    if "day" in hour.__table__.c:
-        dates = [day_of(started).label("day"), night_of(started).label("night")]
-    return (
-        select(started.label("started_at"), *keys, *dates, *values)
-        .where(table.c.started_at >= since, table.c.started_at < until)
-        .group_by(started, *keys)
-    )
