@@ -255,6 +255,10 @@ def atomic_write(path: Path) -> Iterator[IO[str]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+    except OSError as error:
+        if error.filename in (None, str(draft)):  # a full disk does not say what was to be written
+            error.filename = str(path)
+        raise
     finally:
         draft.unlink(missing_ok=True)
 

@@ -184,16 +184,20 @@ def export_files(
 
     began = time.monotonic()
     openai = made is not None and made.made_of().format == "openai"
-    with reading(engine) as connection:
-        exported = export_batch(
-            connection,
-            progress.id,
-            output,
-            carried=made.carried(file) if made is not None and file is not None else None,
-            line=openai_lines(int(progress.created_at.timestamp())) if openai else None,
-            by_completion=made is not None and made.order == "completion",
-        )
-    write_manifest(output, _manifest(progress, made, exported))
+    try:
+        with reading(engine) as connection:
+            exported = export_batch(
+                connection,
+                progress.id,
+                output,
+                carried=made.carried(file) if made is not None and file is not None else None,
+                line=openai_lines(int(progress.created_at.timestamp())) if openai else None,
+                by_completion=made is not None and made.order == "completion",
+            )
+        write_manifest(output, _manifest(progress, made, exported))
+    except OSError:
+        notice(f"The answers are in the database. To write them later: tokenmill bulk export {progress.id} -o OUT")
+        raise
     if made is not None and exported.without_extra:
         notice(
             f"{exported.without_extra:,} lines are without the keys of their own, which were not found in "

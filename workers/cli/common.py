@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,11 @@ ChatOption = Annotated[
 ]
 
 
+_NOT_WRITABLE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+)
+
+
 class CommandGroup(typer.core.TyperGroup):
     """Shows the errors that are meant for people as one message without a traceback, with their exit status."""
 
@@ -72,6 +78,16 @@ class CommandGroup(typer.core.TyperGroup):
         except (TokenmillError, DatabaseError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(exit_code_for(error)) from None
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+            where = error.filename or "standard output or a temporary file"
+            typer.echo(
+                f"error: {where} cannot be written ({error.strerror}). Make room or correct its rights, or write "
+                "elsewhere",
+                err=True,
+            )
+            raise typer.Exit(ExitCode.UNAVAILABLE) from None
         except UnicodeEncodeError as error:
             if "surrogates" not in error.reason:
                 raise
