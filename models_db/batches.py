@@ -18,6 +18,7 @@ from models_db.dialects import chunked
 from models_db.errors import UnknownBatchError
 from models_db.ids import uuid7
 from models_db.jobs import request_cancel
+from models_db.open_batches import require_open
 from models_db.tables import Batch, BatchState, Job, JobState, Result
 from models_db.text import check_name, clean_text
 
@@ -112,7 +113,13 @@ def insert_ended_lines(
     queue: str,
     at: datetime | None = None,
 ) -> None:
-    """Insert lines that have ended before they began, so that the batch accounts for every line of its input."""
+    """Insert lines that have ended before they began, so that the batch accounts for every line of its input.
+
+    Raises:
+        BatchClosedError: the batch is being cancelled, or has ended.
+    """
+    if lines:
+        require_open(conn, [batch_id])
     now = at or utcnow()
     rows: list[dict[str, Any]] = [
         {
@@ -286,6 +293,8 @@ def request_cancel_batch(
     conn: Connection, batch_id: str, *, at: datetime | None = None
 ) -> dict[JobState, int]:
     """Cancel a batch: queued jobs end at once, running ones are flagged, it is ``cancelling`` until all ended.
+
+    All in one transaction, for some thousand jobs at most; ``models_db.batch_cancel`` takes any number.
 
     Returns:
         How many of its jobs are in which state afterwards.

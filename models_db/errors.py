@@ -109,6 +109,18 @@ class UnknownBatchError(DatabaseError):
         super().__init__(f"id: there is no batch {batch_id}. Check the id and the database URL")
 
 
+class BatchClosedError(DatabaseError):
+    """A batch takes no more lines: somebody has cancelled it, or it has ended."""
+
+    code = "batch_closed"
+
+    def __init__(self, batch_id: str, state: str) -> None:
+        self.batch_id = batch_id
+        super().__init__(
+            f"batch_id: batch {batch_id} is {state} and takes no more lines. Make a new batch for them"
+        )
+
+
 class TenantLimitError(DatabaseError):
     """A tenant would have more open than it may; nothing of the submission was stored."""
 

@@ -23,6 +23,7 @@ from models_db.errors import (
     InvalidValueError,
     UnknownBatchError,
 )
+from models_db.open_batches import require_open
 from models_db.records import (
     RESULT_COLUMNS,
     AttemptRecord,
@@ -93,6 +94,7 @@ def insert_jobs(
         DuplicateCustomIdError: a custom id occurs twice in its batch.
         DuplicateJobIdError: a job with such an id exists already.
         UnknownBatchError: a job names a batch that does not exist.
+        BatchClosedError: a job names a batch that is being cancelled, or has ended.
         TenantLimitError: those that are new do not fit ``limits``, which are of the tenants that have one.
     """
     if replay and (stored := job_states(conn, [job.id for job in jobs])):
@@ -100,6 +102,7 @@ def insert_jobs(
         return [
             InsertOutcome(job.id, True, stored[job.id]) if job.id in stored else next(others) for job in jobs
         ]
+    require_open(conn, (job.batch_id for job in jobs))
     first_by_key: dict[str, NewJob] = {}
     for job in jobs:
         if job.idempotency_key is not None:

@@ -16,6 +16,7 @@ from models_db.base import MARIADB_TABLE, Base, UTCDateTime, utcnow
 from models_db.callbacks import announce_jobs, insert_job_callbacks
 from models_db.dialects import chunked, insert_rows
 from models_db.jobs import job_results
+from models_db.open_batches import require_open
 from models_db.records import NewJob
 from models_db.tables import Job, JobState, Result
 
@@ -68,7 +69,11 @@ def insert_reused(conn: Connection, jobs: Sequence[ReusedJob], at: datetime | No
 
     Returns:
         The ids of those whose source is still there; the others are not inserted.
+
+    Raises:
+        BatchClosedError: their batch is being cancelled, or has ended.
     """
+    require_open(conn, (reused.job.batch_id for reused in jobs))
     now = at or utcnow()
     answers = job_results(conn, [reused.source for reused in jobs])
     ready = [reused for reused in jobs if reused.source in answers]

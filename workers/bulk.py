@@ -16,9 +16,10 @@ from sqlalchemy import Connection
 
 from backend.api import ConfigurationError
 from models_db import batches, jobs
+from models_db.batch_cancel import cancel_batch
 from models_db.batches import BatchProgress
 from models_db.callbacks import NewCallback, insert_batch_callback
-from models_db.errors import TenantLimitError
+from models_db.errors import BatchClosedError, TenantLimitError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState
 from workers.broker import Broker
@@ -147,7 +148,11 @@ class BulkRunner:
         return self._watch.progress(batch_id)
 
     def watch(self, batch_id: str) -> BatchProgress:
-        """Wait until every job has ended."""
+        """Wait until every job has ended. A cancel that was cut off half-way is taken up."""
+        with reading(self._engine) as conn:
+            state, _ = batches.open_jobs(conn, batch_id, 1)
+        if state is BatchState.CANCELLING:
+            cancel_batch(self._engine, batch_id, pause=self._sleep)
         return self._watch.watch(batch_id)
 
     def republish(self, batch_id: str) -> None:
@@ -192,8 +197,6 @@ class BulkRunner:
                     break
                 most, pause_s = (self._in_flight, POLL_S) if bounded else (1, 0.0)
                 state, unended = self._watch.look(batch_id, most, pause_s)
-        # Someone else has cancelled it, perhaps before our last jobs went in.
-        transaction(self._engine, lambda conn: batches.request_cancel_batch(conn, batch_id))
 
     def _stored(self, storing: Storing, batch_id: str) -> bool:
         """Wait until a chunk is in, also for its tenant to have less open; false when the batch has been cancelled."""
@@ -212,6 +215,8 @@ class BulkRunner:
                 if self._watch.look(batch_id, 1, pause_s)[0] is not BatchState.VALIDATING:
                     return False
                 storing.again()
+            except BatchClosedError:
+                return False  # whoever has cancelled it cancels what is in
             else:
                 return True
 

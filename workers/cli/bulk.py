@@ -10,6 +10,7 @@ import typer
 
 from backend.api import RequestError
 from workers.cli.bulk_work import (
+    cancel_shown,
     export_files,
     notice,
     print_batches,
@@ -360,28 +361,24 @@ def status(
 def cancel(batch_id: BatchArgument, database_url: DatabaseOption = None) -> None:
     """Cancel a batch: queued jobs end at once, running ones as soon as their workers have seen it.
 
+    A large batch is cancelled some thousand lines at a time. Stopped half-way, it is [i]cancelling[/i] and what is left
+    runs on: repeat the command.
+
     [bold]Example[/bold]
 
       tokenmill bulk cancel 0199f0c2-…
     """
-    from models_db.batches import batch_progress, finish_batch_if_done, request_cancel_batch
-    from models_db.errors import UnknownBatchError
-    from models_db.session import reading, transaction
     from models_db.tables import JobState
+    from workers.interrupt import Interruptible
 
-    with database(settings_from(database_url=database_url)) as engine:
-        # By itself: what a transaction reads first may be all that it sees.
-        with reading(engine) as conn:
-            before = batch_progress(conn, batch_id)
-        if before is None:
-            raise UnknownBatchError(batch_id)
-        counts = transaction(engine, lambda conn: request_cancel_batch(conn, batch_id))
-        transaction(engine, lambda conn: finish_batch_if_done(conn, batch_id))
+    with database(settings_from(database_url=database_url)) as engine, Interruptible() as signals:
+        before, after = cancel_shown(engine, batch_id, signals)
     if before.state.terminal:
         typer.echo(f"Nothing to cancel: the batch has ended, as {before.state}")
         return
-    cancelled = max(0, counts[JobState.CANCELLED] - before.counts[JobState.CANCELLED])
-    typer.echo(f"{cancelled:,} jobs cancelled, {counts[JobState.RUNNING]:,} still running are told to end")
+    cancelled = max(0, after.counts[JobState.CANCELLED] - before.counts[JobState.CANCELLED])
+    running = after.counts[JobState.RUNNING]
+    typer.echo(f"{cancelled:,} jobs cancelled, {running:,} still running are told to end")
 
 
 @app.command("retry-failed")

@@ -174,6 +174,45 @@ def _answers(count: int) -> str:
     return "1 answer" if count == 1 else f"{count:,} answers"
 
 
+def cancel_shown(
+    engine: Engine, batch_id: str, signals: Interruptible
+) -> tuple[BatchProgress, BatchProgress]:
+    """Cancel a batch, showing how far it is where that takes long; the batch before and afterwards."""
+    from models_db.batch_cancel import PIECE, cancel_batch
+    from workers.progress import Snapshot, reporter
+
+    before = _counted(engine, batch_id)
+    try:
+        with ExitStack() as stack:
+            shown: list[Reporter] = []
+
+            def report(done: int, lines: int) -> None:
+                if lines > PIECE and not shown:
+                    shown.append(stack.enter_context(reporter(errors(), "cancel")))
+                for each in shown:
+                    each.update(Snapshot(done, lines))
+
+            cancel_batch(engine, batch_id, report=report, pause=signals.sleep)
+    except KeyboardInterrupt:
+        notice(
+            f"\nStopped half-way: what is left of the batch runs on. Repeat: tokenmill bulk cancel {batch_id}"
+        )
+        raise
+    return before, _counted(engine, batch_id)
+
+
+def _counted(engine: Engine, batch_id: str) -> BatchProgress:
+    from models_db.batches import batches_progress
+    from models_db.errors import UnknownBatchError
+    from models_db.session import reading
+
+    with reading(engine) as connection:
+        found = batches_progress(connection, [batch_id], tokens=False)
+    if not found:
+        raise UnknownBatchError(batch_id)
+    return found[0]
+
+
 def export_files(
     engine: Engine, progress: BatchProgress, made: BulkSource | None, file: IO[bytes] | None, output: Path
 ) -> Exported:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from backend.api import check_text
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
+from models_db.batch_cancel import PIECE, mark_cancelling
 from models_db.batches import BatchProgress
 from models_db.clock import database_time
 from models_db.ids import uuid7
@@ -157,10 +158,13 @@ async def list_all(call: Call) -> Response:
 
 
 async def cancel(call: Call) -> Response:
-    """``POST /v1/batches/{id}/cancel``."""
-    record, _ = await _find(call, _id_of(call))
-    stop = partial(batches.request_cancel_batch, batch_id=record.batch_id)
+    """``POST /v1/batches/{id}/cancel``. The jobs of a large batch end after the answer, which is ``cancelling``."""
+    record, progress = await _find(call, _id_of(call))
+    few = progress.inserted <= PIECE
+    stop = partial(batches.request_cancel_batch if few else mark_cancelling, batch_id=record.batch_id)
     await asyncio.to_thread(lambda: transaction(call.client.sync.engine(), stop))
+    if not few:
+        call.feeder.cancel(record.batch_id)
     call.feeder.wake()
     return JSONResponse(batch_object(*await _find(call, record.batch_id)))
 

@@ -5,7 +5,8 @@ takes the batch over when the counter has not moved for some seconds on its own 
 fed twice: lines that are in are passed over, and a line's id is unique in its batch.
 
 A batch whose tenant has as much open as it may goes on in a thread of its own, with its file open, as its jobs end; the
-others do not wait for it.
+others do not wait for it. A large batch that is being cancelled has a thread of its own, too; where the server that was
+at it has been killed, whoever feeds the batch goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sqlalchemy import Connection
 from backend.api import TokenmillError
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
+from models_db.batch_cancel import cancel_batch, to_cancel
 from models_db.batch_rows import BatchRow
 from models_db.errors import DatabaseError, DuplicateCustomIdError, TenantLimitError
 from models_db.session import reading, transaction
@@ -70,6 +72,8 @@ class BatchFeeder:
         self._seen: dict[str, tuple[int, float]] = {}  # other servers' counters, and since when they stand
         self._next_beats: dict[str, float] = {}  # by batch; each is beaten for by one thread at a time
         self._limited: dict[str, threading.Thread | None] = {}  # batches whose tenant has too much open
+        self._cancelling: dict[str, threading.Thread] = {}
+        self._lock = threading.Lock()  # of what is asked for from other threads
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tokenmill-feeder", daemon=True)
@@ -82,11 +86,41 @@ class BatchFeeder:
         """There is a new batch."""
         self._wake.set()
 
+    def cancel(self, batch_id: str) -> None:
+        """End the jobs of a batch that is marked as cancelling, in a thread of its own; nothing where one is at it."""
+        with self._lock:
+            if batch_id in self._cancelling or self._stop.is_set():
+                return
+            name = f"tokenmill-cancel-{batch_id[:8]}"
+            thread = threading.Thread(target=self._cancel, args=[batch_id], name=name, daemon=True)
+            self._cancelling[batch_id] = thread
+            thread.start()
+
+    def _cancel(self, batch_id: str) -> None:
+        def pause(seconds: float) -> None:
+            if self._stop.wait(seconds):
+                raise _StoppedError
+
+        try:
+            cancel_batch(self._client.engine(), batch_id, pause=pause)
+        except _StoppedError:
+            pass  # another server, or the next one, takes it up
+        except (DatabaseError, TokenmillError) as error:
+            log.warning("cancelling batch %s goes on later: %s", batch_id, error)
+        except Exception:
+            log.exception("cancelling batch %s met a fault; it goes on later", batch_id)
+        finally:
+            with self._lock:
+                del self._cancelling[batch_id]
+        self.wake()
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End after the present chunk; another server, or the next one, goes on from there."""
         self._stop.set()
         self._wake.set()
-        for thread in (self._thread, *filter(None, self._limited.values())):
+        with self._lock:
+            cancelling = list(self._cancelling.values())
+        for thread in (self._thread, *filter(None, self._limited.values()), *cancelling):
             if thread.is_alive():
                 thread.join(timeout_s)
 
@@ -172,6 +206,9 @@ class BatchFeeder:
     def _advance(self, record: ApiBatchRecord) -> None:
         with reading(self._client.engine()) as conn:
             state, unended = batches.open_jobs(conn, record.batch_id, 1)
+            left = state is BatchState.CANCELLING and bool(to_cancel(conn, record.batch_id, 1))
+        if left:
+            self.cancel(record.batch_id)
         beside = self._limited.get(record.batch_id)
         if beside is not None:
             if beside.is_alive():
