@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, Select, func, select, update
 
 from models_db.base import utcnow
 from models_db.dialects import insert_or_ignore
 from models_db.ids import uuid7
 from models_db.rollups import note_samples
-from models_db.tables import EngineSample, Worker, WorkerState
+from models_db.tables import EngineSample, Job, Worker, WorkerState
 from models_db.text import check_name
 from models_db.timesql import database_now, seconds_between
 
@@ -181,6 +181,25 @@ def unended_workers(conn: Connection) -> list[WorkerRecord]:
     """
     query = select(*_RECORD_COLUMNS).where(Worker.state.not_in(_ENDED)).order_by(Worker.started_at, Worker.id)
     return [WorkerRecord(*row) for row in conn.execute(query)]
+
+
+def job_owners(conn: Connection) -> set[str]:
+    """The incarnations that jobs belong to.
+
+    Asked each second by every worker, so it goes from one owner to the next in the index. Of ``DISTINCT`` databases
+    think that it is quicker to read the whole table.
+    """
+    return set(conn.scalars(_JOB_OWNERS))
+
+
+def _next_owners() -> Select[tuple[str]]:
+    owners = select(func.min(Job.owner).label("owner")).cte("owners", recursive=True)
+    following = select(func.min(Job.owner)).where(Job.owner > owners.c.owner).scalar_subquery()
+    owners = owners.union_all(select(following).where(owners.c.owner.is_not(None)))
+    return select(owners.c.owner).where(owners.c.owner.is_not(None))
+
+
+_JOB_OWNERS = _next_owners()
 
 
 def list_workers(conn: Connection, *, limit: int = 50) -> list[WorkerRecord]:

@@ -32,6 +32,7 @@ from models_db.workers import (
     NewSample,
     NewWorker,
     WorkerDetails,
+    job_owners,
     set_worker_state,
     unended_workers,
 )
@@ -259,13 +260,13 @@ class Incarnation:
 
     def _look(self, conn: Connection) -> _Sight:
         # Owners first: one that registers between the two looks must not seem to be gone.
-        owners = set(conn.scalars(select(Job.owner).where(Job.owner.is_not(None)).distinct()))
+        owners = job_owners(conn)
         workers = unended_workers(conn)
         owned = select(Job.id, Job.attempt).where(Job.owner == self.id, Job.state == JobState.RUNNING)
         return _Sight(
             {worker.id: worker.heartbeat for worker in workers},
             {worker.id for worker in workers if worker.state is WorkerState.STARTING},
-            {owner for owner in owners if owner is not None},
+            owners,
             cancelled_running(conn, self.id),
             {row.id: row.attempt for row in conn.execute(owned)},
         )

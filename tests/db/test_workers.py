@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select
 
+from models_db import workers
 from models_db.errors import InvalidValueError
 from models_db.fleet_now import look
 from models_db.tables import EngineSample, Worker, WorkerState
@@ -16,11 +17,12 @@ from models_db.workers import (
     WorkerDetails,
     add_samples,
     heartbeat,
+    job_owners,
     list_workers,
     set_worker_state,
     unended_workers,
 )
-from tests.db.helpers import T0, add_workers, at, new_sample
+from tests.db.helpers import T0, add_jobs, add_workers, at, claim_one, new_sample
 
 
 def test_a_worker_registers_tells_what_it_loaded_and_stops(db):
@@ -103,3 +105,31 @@ def test_a_worker_is_silent_by_the_databases_clock(db, monkeypatch):
         assert {worker.id for worker in unended_workers(conn) if worker.silent(6)} == {"killed", "loads"}
         seen = {each.worker.id: each.silent for each in look(conn, 6.0).workers}
         assert seen == {"beats": False, "killed": True, "loads": True}
+
+
+def test_the_owners_of_jobs_are_each_found_without_reading_all_jobs(db, kind):
+    assert job_owners_of(db) == set()
+    add_workers(db, "a", "b", "c", "idle")
+    add_jobs(db, *(f"{n:05}" for n in range(5000)))
+    for number, owner in enumerate("bacab"):
+        claim_one(db, f"{number:05}", owner)
+    assert job_owners_of(db) == {"a", "b", "c"}
+    # PostgreSQL shows a part of this plan only when it has been carried out.
+    explain = {"sqlite": "EXPLAIN QUERY PLAN ", "postgresql": "EXPLAIN ANALYZE ", "mariadb": "EXPLAIN "}[kind]
+    with db.connect() as conn:
+        asked = conn.exec_driver_sql(explain + str(workers._JOB_OWNERS.compile(dialect=db.dialect)))
+        plan = "\n".join(map(str, asked.fetchall()))
+    if kind == "sqlite":
+        steps = [line for line in plan.splitlines() if " job" in line]
+        assert len(steps) == 2
+        assert all("SEARCH job USING COVERING INDEX ix_job_owner" in step for step in steps)
+    elif kind == "postgresql":
+        assert plan.count("ix_job_owner") == 2
+        assert "Seq Scan on job" not in plan
+    else:
+        assert plan.count("optimized away") + plan.count("ix_job_owner") >= 2
+
+
+def job_owners_of(db):
+    with db.connect() as conn:
+        return job_owners(conn)
