@@ -48,8 +48,9 @@ def serve(
       client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="tm_…")
       client.chat.completions.create(model="smollm2", messages=[…])
 
-    On this machine alone no key is asked for until one exists (tokenmill keys create). To listen on another
-    address there must be a key. Put a proxy with TLS before it. Needs the extra: pip install 'tokenmill\\[serve]'
+    On this machine alone no key is asked for where none existed when it started: after the first one (tokenmill keys
+    create) start it again. To listen on another address there must be a key. Put a proxy with TLS before it. Needs
+    the extra: pip install 'tokenmill\\[serve]'
     """
     from workers.serve.auth import is_loopback
 

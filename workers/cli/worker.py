@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli.common import BrokerOption, DatabaseOption, ModelOption, settings_from
+from workers.cli.common import BrokerOption, DatabaseOption, settings_from
 
 
 def add_to(app: typer.Typer) -> None:
@@ -17,7 +17,15 @@ def add_to(app: typer.Typer) -> None:
 def worker(
     broker_url: BrokerOption = None,
     database_url: DatabaseOption = None,
-    model: ModelOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Name that jobs ask for; also what is loaded, unless TOKENMILL_ENGINE_MODEL says.  "
+            "\\[TOKENMILL_MODEL]",
+            show_default=False,
+        ),
+    ] = None,
     backend: Annotated[
         str | None,
         typer.Option(
@@ -49,7 +57,7 @@ def worker(
 
       CUDA_VISIBLE_DEVICES=1 tokenmill worker --name gpu1
 
-      TOKENMILL_ENGINE_MAX_NUM_SEQS=64 tokenmill worker --model ./my-model.gguf
+      TOKENMILL_ENGINE_MODEL=./my-model.gguf tokenmill worker --model my-model
     """
     settings = settings_from(
         broker_url=broker_url, database_url=database_url, model=model, backend=backend, worker_name=name
