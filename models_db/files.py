@@ -41,16 +41,28 @@ class FileRecord:
     created_at: datetime
 
 
+def new_file_id() -> str:
+    """An id for ``store_file``, where it must be known before the file is stored."""
+    return f"file-{secrets.token_hex(16)}"
+
+
 def store_file(
-    conn: Connection, file: IO[bytes], *, tenant: str, filename: str, purpose: str, at: datetime | None = None
+    conn: Connection,
+    file: IO[bytes],
+    *,
+    tenant: str,
+    filename: str,
+    purpose: str,
+    at: datetime | None = None,
+    file_id: str | None = None,
 ) -> FileRecord:
-    """Store all that the file holds from its present position on.
+    """Store all that the file holds from its present position on, under a new id unless one is given.
 
     Raises:
         InvalidValueError: the name is empty, too long, or holds text that a database refuses.
     """
     check_name("filename", filename, 255)
-    file_id = f"file-{secrets.token_hex(16)}"
+    file_id = file_id or new_file_id()
     moment = at or utcnow()
     row = {
         "id": file_id,

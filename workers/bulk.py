@@ -19,8 +19,9 @@ from models_db import batches, jobs
 from models_db.batch_cancel import cancel_batch
 from models_db.batches import BatchProgress
 from models_db.callbacks import NewCallback, insert_batch_callback
-from models_db.errors import BatchClosedError, TenantLimitError
-from models_db.session import reading, transaction
+from models_db.errors import BatchClosedError, CommitUnknownError, TenantLimitError
+from models_db.ids import uuid7
+from models_db.session import certain, reading, transaction
 from models_db.tables import BatchState
 from workers.broker import Broker
 from workers.bulk_input import BulkLine, LineError, size_of
@@ -29,6 +30,7 @@ from workers.bulk_store import LineStore, Storing
 from workers.bulk_watch import POLL_S, BatchWatch
 from workers.chunks import take_chunk
 from workers.client import Client
+from workers.client.errors import CreationUnknownError
 
 DEFAULT_IN_FLIGHT = 1000
 _CHUNK = 500  # jobs a transaction and a round trip
@@ -90,18 +92,35 @@ class BulkRunner:
         Args:
             deadline_s: what has not ended after so many seconds expires.
             callback: told when the whole batch has ended.
+
+        Raises:
+            CreationUnknownError: the database went away and did not come back, so that the batch is there or not.
         """
+        batch_id = uuid7()
         deadline_at = None if deadline_s is None else self._now() + timedelta(seconds=deadline_s)
 
-        def make(conn: Connection) -> str:
-            batch_id = batches.create_batch(
-                conn, name=name, source=source.to_json(), total=source.lines, deadline_at=deadline_at
+        def make(conn: Connection, replay: bool) -> str:
+            if replay and batches.batch_progress(conn, batch_id) is not None:
+                return batch_id
+            batches.create_batch(
+                conn,
+                name=name,
+                source=source.to_json(),
+                total=source.lines,
+                deadline_at=deadline_at,
+                batch_id=batch_id,
             )
             if callback is not None:
                 insert_batch_callback(conn, batch_id, callback)
             return batch_id
 
-        return transaction(self._engine, make)
+        try:
+            return certain(self._engine, make, sleep=self._sleep)
+        except CommitUnknownError as error:
+            look = (
+                f"Ask for tokenmill bulk status {batch_id}; where it is there, resume it instead of a new run"
+            )
+            raise CreationUnknownError("batch", batch_id, look, error) from error
 
     def run(self, batch_id: str, source: BulkSource, file: IO[bytes]) -> BatchProgress:
         """Feed what has not been fed yet and watch until every job has ended.

@@ -42,6 +42,18 @@ class SubmissionUnknownError(CommitUnknownError):
         )
 
 
+class CreationUnknownError(CommitUnknownError):
+    """The database went away while it stored something else than jobs, so that it is there or not: look for ``id``."""
+
+    code = "creation_unknown"
+
+    def __init__(self, what: str, name: str, look: str, cause: CommitUnknownError) -> None:
+        self.id = name
+        self.what = what
+        self.look = look
+        super().__init__(f"{what} {name} may have been stored: {cause}. {look}")
+
+
 class JobFailedError(TokenmillError):
     """The job ended without a result: it failed, was cancelled, or expired. ``status`` has the details."""
 

@@ -17,9 +17,11 @@ from models_db.api_batches import ApiBatchRecord
 from models_db.batch_cancel import PIECE, mark_cancelling
 from models_db.batches import BatchProgress
 from models_db.clock import database_time
+from models_db.errors import CommitUnknownError
 from models_db.ids import uuid7
 from models_db.session import certain, transaction
 from models_db.tables import BatchState, JobState
+from workers.client.errors import CreationUnknownError
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.call import Call, page_size
 from workers.serve.errors import from_validation, not_found, refused
@@ -131,7 +133,13 @@ async def create(call: Call) -> Response:
         )
         return True
 
-    if not await asyncio.to_thread(lambda: certain(call.client.sync.engine(), make)):
+    try:
+        made = await asyncio.to_thread(lambda: certain(call.client.sync.engine(), make))
+    except CommitUnknownError as error:
+        name = f"{_PREFIX}{batch_id}"
+        look = f"Ask for GET /v1/batches/{name} before you make it again"
+        raise CreationUnknownError("batch", name, look, error) from error
+    if not made:
         raise not_found("file", request.input_file_id)
     call.feeder.wake()
     return JSONResponse(batch_object(*await _find(call, batch_id)))

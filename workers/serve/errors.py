@@ -24,6 +24,7 @@ from models_db.errors import (
     UnknownJobError,
 )
 from workers.broker import BrokerUnavailableError
+from workers.client.errors import CreationUnknownError
 from workers.streams import StreamEnd
 
 
@@ -135,6 +136,15 @@ def from_exception(error: Exception) -> ApiError:
         if not error.waiting_helps:
             return invalid(str(error), code=error.code)
         return ApiError(429, str(error), kind=error.what, code="rate_limit_exceeded")
+    if isinstance(error, CreationUnknownError):
+        return ApiError(
+            503,
+            f"the service went away while it stored {error.what} {error.id}, which may be there all the same. "
+            f"{error.look}",
+            kind="server_error",
+            code="outcome_unknown",
+            repeatable=False,
+        )
     if isinstance(error, CommitUnknownError):
         return ApiError(
             503,

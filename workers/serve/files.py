@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
+from sqlalchemy import Connection, Engine
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from models_db import files
+from models_db.errors import CommitUnknownError
 from models_db.files import FileRecord
-from models_db.session import transaction
+from models_db.session import certain, transaction
+from workers.client.errors import CreationUnknownError
 from workers.serve.call import Call, page_size
 from workers.serve.errors import ApiError, not_found, refused
 
@@ -50,23 +53,39 @@ async def upload(call: Call) -> Response:
             raise refused("is missing", param="file", fix="Send it as a file of the form")
         if file.size is not None and file.size > most:
             raise too_large(most)
-        store = partial(
-            files.store_file,
-            file=file.file,
+        record = await asyncio.to_thread(
+            store_upload,
+            call.client.sync.engine(),
+            file.file,
             tenant=call.tenant or "",
             filename=file.filename or "file",
             purpose=str(purpose),
         )
-
-        def work() -> FileRecord:
-            def again(conn: Any) -> FileRecord:
-                file.file.seek(0)  # the transaction may run more than once
-                return store(conn)
-
-            return transaction(call.client.sync.engine(), again)
-
-        record = await asyncio.to_thread(work)
     return JSONResponse(file_object(record))
+
+
+def store_upload(engine: Engine, file: IO[bytes], *, tenant: str, filename: str, purpose: str) -> FileRecord:
+    """Store the file once, also where the answer to the commit is lost.
+
+    Raises:
+        CreationUnknownError: the database did not come back, so that the file of this id is there or not.
+        InvalidValueError: as ``models_db.files.store_file``.
+    """
+    file_id = files.new_file_id()
+
+    def store(conn: Connection, replay: bool) -> FileRecord:
+        if replay and (record := files.find_file(conn, file_id, tenant)) is not None:
+            return record
+        file.seek(0)  # the transaction may run more than once
+        return files.store_file(
+            conn, file, tenant=tenant, filename=filename, purpose=purpose, file_id=file_id
+        )
+
+    try:
+        return certain(engine, store)
+    except CommitUnknownError as error:
+        look = f"Ask for GET /v1/files/{file_id} before you upload it again"
+        raise CreationUnknownError("file", file_id, look, error) from error
 
 
 def too_large(most: int) -> ApiError:
