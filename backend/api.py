@@ -42,15 +42,15 @@ class TokenmillError(Exception):
 class RequestError(TokenmillError):
     """One bad request; it fails alone and nothing else in flight is disturbed.
 
-    ``field`` names the offending part, ``value`` is a short rendering of what was given (never a whole prompt)
-    and ``fix`` says what to do about it.
+    ``field`` names the offending part, ``value`` is a short rendering of what was given (never a whole prompt; empty
+    where there is none to show) and ``fix`` says what to do about it.
     """
 
     code = "invalid_request"
 
     def __init__(self, message: str, *, field: str = "", value: object = None, fix: str = "") -> None:
         self.field = field
-        self.value = _short(value)
+        self.value = "" if value is None else _short(value)
         self.fix = fix
         parts = [f"{field}: {message}" if field else message]
         if value is not None:

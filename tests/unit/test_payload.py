@@ -74,6 +74,21 @@ def test_bad_fields_are_named(fields: dict[str, Any], named: str) -> None:
     assert caught.value.fix
 
 
+def test_an_error_for_an_answer_shows_a_value_only_where_there_is_one() -> None:
+    with pytest.raises(RequestError) as nul:
+        payload(prompt="a\x00b")
+    assert nul.value.to_dict() == {
+        "code": "invalid_request",
+        "message": str(nul.value),
+        "field": "prompt",
+        "value": "",
+        "fix": "Remove it: databases cannot store NUL in text",
+    }
+    with pytest.raises(RequestError) as low:
+        payload(max_tokens=0)
+    assert low.value.to_dict()["value"] == "0"
+
+
 @pytest.mark.parametrize("data", [None, [], "text", 3])
 def test_what_is_no_object_is_refused(data: object) -> None:
     with pytest.raises(RequestError, match="payload: must be a JSON object"):
