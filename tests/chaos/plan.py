@@ -19,6 +19,8 @@ VERY_LONG_TOKENS = 900  # 45 s, more than four visibility timeouts
 _LEAD_S = 3.0  # load alone, before the first fault
 _QUIET_S = 9.5  # a kill is over by then, so that its recovery is measured alone
 _TAIL_S = 2.0
+SHORT_RUN_S = 30.0  # shorter than this, a run has no room for what takes long, and no quiet times
+_SHORT_FAULT_S = 3.0
 
 # name: (seconds that it lasts at least and at most, whether a quiet time must follow)
 FAULTS: dict[str, tuple[float, float, bool]] = {
@@ -88,6 +90,8 @@ class Plan:
 def make_plan(seed: int, seconds: float, jobs: int, kinds: Iterable[str] = FAULTS) -> Plan:
     """Draw a plan. Every kind comes up once before any comes up again; short runs begin with a kill.
 
+    One that is shorter than ``SHORT_RUN_S`` draws from what is soon over, and close together, so that some meet.
+
     Args:
         seconds: during which jobs arrive and faults begin.
         jobs: how many arrive, in groups, with some bursts.
@@ -101,6 +105,9 @@ def make_plan(seed: int, seconds: float, jobs: int, kinds: Iterable[str] = FAULT
 def _steps(rng: random.Random, seconds: float, names: Sequence[str]) -> list[Step]:
     steps: list[Step] = []
     bag: list[str] = []
+    short = seconds < SHORT_RUN_S
+    if short:
+        names = [name for name in names if name == "kill_one" or _is_short(name)] or names
     at = _LEAD_S + rng.random()
     while True:
         if not bag:
@@ -115,10 +122,17 @@ def _steps(rng: random.Random, seconds: float, names: Sequence[str]) -> list[Ste
             return steps
         steps.append(Step(round(at, 3), kind, round(lasts, 3), draw))
         # Often the next one falls into this one, or into the time that the fleet needs to get over it.
-        if quiet and rng.random() < 0.7:
+        if short:
+            at += rng.choice((rng.uniform(0, lasts), lasts)) + rng.uniform(0.2, 1.0)
+        elif quiet and rng.random() < 0.7:
             at += _QUIET_S
         else:
             at += rng.choice((rng.uniform(0, lasts), lasts, lasts)) + rng.uniform(0.2, 5.0)
+
+
+def _is_short(kind: str) -> bool:
+    least, _, quiet = FAULTS[kind]
+    return least <= _SHORT_FAULT_S and not quiet
 
 
 def _arrivals(rng: random.Random, seconds: float, jobs: int) -> list[Arrival]:

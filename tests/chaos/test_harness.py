@@ -109,6 +109,16 @@ def test_a_plan_is_a_function_of_its_seed() -> None:
     assert {step.kind for step in make_plan(3, 60, 1, ["garbage", "revokes"]).steps} == {"garbage", "revokes"}
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_short_plan_holds_many_faults_as_well(seed: int) -> None:
+    plan = make_plan(seed, 15, 160)
+    kinds = [step.kind for step in plan.steps]
+    assert plan == make_plan(seed, 15, 160)
+    assert kinds[0] == "kill_one"
+    assert len(set(kinds)) >= 4
+    assert all(step.at + step.lasts < 15 for step in plan.steps)
+
+
 def test_recovery_is_measured_and_disturbances_are_told() -> None:
     def job(at: float, after: str, owner: str) -> Change:
         return Change(0, at, "job", "j", "queued", after, owner)
