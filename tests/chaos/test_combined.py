@@ -26,7 +26,9 @@ SECONDS = 15.0
 )
 def test_two_workers_under_every_fault_at_random_moments(tmp_path: Path, kind: Kind, seed: int) -> None:
     try:
-        verdict = run_combined(tmp_path / "world", seed=seed, seconds=SECONDS, jobs=160, database=kind, say=print)
+        verdict = run_combined(
+            tmp_path / "world", seed=seed, seconds=SECONDS, jobs=160, database=kind, say=print
+        )
     except ServerUnavailableError as exc:
         skip_or_fail(exc)
     print(*verdict.tally.lines(), sep="\n")
