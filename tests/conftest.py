@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Spare what the modules imported from every later look for garbage: a million objects that stay to the end.
+
+    Backends, fleets and tests look for it on purpose, hundreds of times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

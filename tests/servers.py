@@ -8,6 +8,7 @@ stopped afterwards. Every test run works in databases of its own with random nam
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import glob
 import os
@@ -29,6 +30,7 @@ from sqlalchemy import make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from models_db.errors import DatabaseError
+from models_db.migrate import upgrade
 from models_db.session import make_engine
 
 Kind = Literal["sqlite", "postgresql", "mariadb"]
@@ -153,6 +155,25 @@ def fresh_database(on: Server) -> Iterator[str]:
     finally:
         force = " WITH (FORCE)" if on.kind == "postgresql" else ""
         _execute(on.url, f"DROP DATABASE IF EXISTS {name}{force}")
+
+
+def migrate(url: str) -> None:
+    """Migrate a new database. An SQLite file becomes a copy of one that was migrated before, in a tenth of the time."""
+    path = make_url(url).database
+    if not url.startswith("sqlite:///") or path is None or Path(path).exists():
+        upgrade(url)
+        return
+    Path(path).write_bytes(_migrated_file())
+
+
+@functools.cache
+def _migrated_file() -> bytes:
+    """What an SQLite file without rows holds at the newest revision."""
+    with tempfile.TemporaryDirectory(prefix="tokenmill-template-") as folder:
+        path = Path(folder) / "template.db"
+        upgrade(f"sqlite:///{path}")
+        assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing is in a log beside it"
+        return path.read_bytes()
 
 
 @contextlib.contextmanager

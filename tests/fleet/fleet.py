@@ -20,12 +20,11 @@ from kombu import pools
 from sqlalchemy import Engine, select
 
 from models_db.jobs import insert_jobs, job_result, job_status, mark_published
-from models_db.migrate import upgrade
 from models_db.records import JobStatus, NewJob, StoredResult
 from models_db.session import make_engine
 from models_db.tables import Attempt, Job, JobState, Worker
 from tests.messages import build_message, publish
-from tests.servers import free_port
+from tests.servers import free_port, migrate
 from workers.app import TokenmillApp, make_app
 from workers.payload import GeneratePayload, queue_for
 from workers.settings import Settings, load_settings
@@ -33,6 +32,8 @@ from workers.settings import Settings, load_settings
 T = TypeVar("T")
 MODEL = "echo"
 POLL_S = 0.02
+PATIENCE_S = 30.0
+"""For what comes from another process, which a busy machine may not run for a while. Only a failure takes so long."""
 
 
 class RedisServer:
@@ -58,7 +59,7 @@ class RedisServer:
         self._log = (folder / "redis.log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.client = redis.Redis(port=self.port)
-        wait_until(self._answers, 10, "Redis to answer")
+        wait_until(self._answers, PATIENCE_S, "Redis to answer")
 
     @property
     def url(self) -> str:
@@ -77,7 +78,7 @@ class RedisServer:
     def stop(self) -> None:
         self.client.close()
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
         self._log.close()
 
 
@@ -122,7 +123,7 @@ class WorkerProcess:
     def log(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, text: str, timeout_s: float = 30) -> WorkerProcess:
+    def wait_for(self, text: str, timeout_s: float = PATIENCE_S) -> WorkerProcess:
         """Wait until a line with this text has been printed."""
         with self._news:
             found = self._news.wait_for(
@@ -140,22 +141,22 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
-    def stop(self, timeout_s: float = 30) -> int:
+    def stop(self, timeout_s: float = PATIENCE_S) -> int:
         """Warm shutdown; the exit code."""
         if self.process.poll() is None:
             self.signal(signal.SIGTERM)
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 30) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code, once its output has been read to the end."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"still there after {timeout_s}s:\n{self.log}") from None
-        self._reader.join(10)
+        self._reader.join(PATIENCE_S)
         return code
 
     def _read(self) -> None:
@@ -184,7 +185,7 @@ class Fleet:
             "spool_dir": str(server.folder / "spool"),
         } | settings
         self.settings = load_settings(**self._settings)
-        upgrade(database_url)
+        migrate(database_url)
         self.engine: Engine = make_engine(database_url)
         self.app: TokenmillApp = make_app(self.settings)
         self.queue = queue_for(MODEL)
@@ -227,6 +228,14 @@ class Fleet:
             else:
                 variables[f"TOKENMILL_{name}".upper()] = str(value)
         return variables
+
+    def tell(self, command: str, **arguments: Any) -> None:
+        """Broadcast until a worker says that it has heard: it is ready just before it listens to such commands."""
+
+        def heard() -> Any:
+            return self.app.control.broadcast(command, arguments=arguments, reply=True, timeout=2, limit=1)
+
+        wait_until(heard, PATIENCE_S, f"a worker to hear {command}")
 
     # ------------------------------------------------------------------------------------------------ jobs in
 
@@ -284,17 +293,17 @@ class Fleet:
         with self.engine.connect() as conn:
             return [str(state) for state in conn.scalars(select(Worker.state).order_by(Worker.started_at))]
 
-    def wait_state(self, job_id: str, state: JobState, timeout_s: float = 20) -> None:
+    def wait_state(self, job_id: str, state: JobState, timeout_s: float = PATIENCE_S) -> None:
         wait_until(lambda: self.state(job_id) is state, timeout_s, f"{job_id} to be {state}")
 
-    def wait_attempt(self, job_id: str, number: int, timeout_s: float = 15) -> None:
+    def wait_attempt(self, job_id: str, number: int, timeout_s: float = PATIENCE_S) -> None:
         def reached() -> bool:
             status = self.status(job_id)
             return status is not None and status.attempt >= number
 
         wait_until(reached, timeout_s, f"attempt {number} at {job_id}")
 
-    def wait_all(self, ids: Sequence[str], timeout_s: float = 30) -> dict[str, JobState]:
+    def wait_all(self, ids: Sequence[str], timeout_s: float = PATIENCE_S) -> dict[str, JobState]:
         """Wait until all these jobs have ended; their states."""
 
         def ended() -> dict[str, JobState] | None:
@@ -306,7 +315,7 @@ class Fleet:
         assert states is not None
         return states
 
-    def wait_drained(self, timeout_s: float = 10) -> None:
+    def wait_drained(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until Redis holds nothing unacknowledged and no message."""
         wait_until(
             lambda: self.redis.unacked() == 0 and self.queued() == 0, timeout_s, "everything acknowledged"

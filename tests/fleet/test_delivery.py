@@ -12,16 +12,16 @@ from sqlalchemy import Engine, func, select
 
 from backend.api import EngineDeadError, FinishReason, QueueFullError, RequestError
 from models_db.jobs import request_cancel
-from models_db.migrate import upgrade
 from models_db.session import make_engine
 from models_db.tables import AttemptOutcome, JobState, Result
 from tests.fleet.table_world import World
+from tests.servers import migrate
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     url = f"sqlite:///{tmp_path / 'table.db'}"
-    upgrade(url)
+    migrate(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

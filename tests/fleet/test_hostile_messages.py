@@ -16,11 +16,11 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from backend.api import MAX_DEADLINE_S, RequestError, TokenmillError
-from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
 from models_db.tables import JobState
 from tests.fleet.table_world import World
+from tests.servers import migrate
 from tests.unit.test_worker_parts import Message, request_of
 from workers.intake import Delivery, read_delivery
 from workers.payload import GeneratePayload
@@ -223,7 +223,7 @@ def test_ten_years_are_the_most() -> None:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     url = f"sqlite:///{tmp_path / 'table.db'}"
-    upgrade(url)
+    migrate(url)
     engine = make_engine(url)
     yield World(engine)
     engine.dispose()

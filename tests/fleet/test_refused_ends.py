@@ -13,7 +13,6 @@ from sqlalchemy import Engine, select, text
 from models_db.claims import ClaimItem, claim
 from models_db.deaths import ALONE_DEATHS, bury
 from models_db.jobs import request_cancel
-from models_db.migrate import upgrade
 from models_db.session import make_engine
 from models_db.tables import Attempt, AttemptOutcome, FleetLock, Job, JobState
 from models_db.writer import DatabaseThread
@@ -21,6 +20,7 @@ from tests.db.helpers import add_jobs, add_workers, new_job
 from tests.fleet.fleet import wait_until
 from tests.fleet.table_world import TestWorker, World, answer
 from tests.fleet.test_suspects import accept
+from tests.servers import migrate
 from workers.spool import OutageBook, Spool
 
 BAD = "b"
@@ -29,7 +29,7 @@ JOBS = ["a", BAD, "c", "d"]
 
 @pytest.fixture
 def engine(any_database_url: str) -> Iterator[Engine]:
-    upgrade(any_database_url)
+    migrate(any_database_url)
     engine = make_engine(any_database_url)
     yield engine
     engine.dispose()
@@ -193,7 +193,7 @@ def test_an_end_that_is_refused_during_a_shutdown_goes_back(engine: Engine) -> N
 @pytest.fixture
 def sqlite(tmp_path: Path) -> Iterator[Engine]:
     url = f"sqlite:///{tmp_path / 'suspects.db'}"
-    upgrade(url)
+    migrate(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

@@ -20,7 +20,6 @@ from models_db.base import utcnow
 from models_db.claims import WAITED_TOO_LONG
 from models_db.deaths import ALONE_DEATHS, KILLED_ITS_WORKER, SOLO_LIMIT, SUSPECT_DEATHS
 from models_db.jobs import insert_jobs, request_cancel
-from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
 from models_db.suspects import untold_ends
@@ -29,6 +28,7 @@ from models_db.workers import set_worker_state
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.table_world import TestWorker, World
 from tests.messages import build_message
+from tests.servers import migrate
 from workers import control
 from workers.payload import GeneratePayload, queue_for
 from workers.revokes import Revokes
@@ -39,7 +39,7 @@ MOST_DEATHS = ALONE_DEATHS + SOLO_LIMIT
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     url = f"sqlite:///{tmp_path / 'table.db'}"
-    upgrade(url)
+    migrate(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

@@ -19,7 +19,6 @@ from models_db.claims import ClaimItem, claim
 from models_db.dead_letters import list_dead_letters
 from models_db.deaths import SUSPECT_DEATHS
 from models_db.jobs import insert_jobs, mark_callbacks_sent, mark_published, request_cancel
-from models_db.migrate import upgrade
 from models_db.records import NewJob
 from models_db.session import make_engine
 from models_db.tables import Job, JobState
@@ -27,6 +26,7 @@ from models_db.transitions import end_jobs
 from models_db.workers import NewWorker, register_worker
 from tests.fleet.fleet import RedisServer
 from tests.messages import build_message, publish
+from tests.servers import migrate
 from workers.payload import GeneratePayload, queue_for
 from workers.queues import QueueView
 from workers.sweeper import Sweeper
@@ -113,7 +113,7 @@ class Place:
 @pytest.fixture
 def place(redis_server: RedisServer, tmp_path: Path) -> Iterator[Place]:
     url = f"sqlite:///{tmp_path / 'sweeper.db'}"
-    upgrade(url)
+    migrate(url)
     engine = make_engine(url)
     made = Place(redis_server, engine)
     yield made
@@ -367,10 +367,10 @@ def test_what_is_announced_before_the_end_is_published(place: Place) -> None:
     sweeper._tick = lambda: None  # type: ignore[method-assign]
     sweeper.start()
     sweeper.announce(ids)
-    assert arrived.wait(10)
-    stopper = threading.Thread(target=sweeper.stop, args=(10.0,))
+    assert arrived.wait(20)
+    stopper = threading.Thread(target=sweeper.stop, args=(20.0,))
     stopper.start()
     asked.pop()()
-    stopper.join(10)
+    stopper.join(20)
     assert not stopper.is_alive()
     assert place.listed() == ids
