@@ -88,7 +88,7 @@ class Receiver:
     def ids(self) -> list[str]:
         return [request.id for request in self.received]
 
-    def wait_for(self, count: int, timeout_s: float = 20) -> list[Received]:
+    def wait_for(self, count: int, timeout_s: float = 30) -> list[Received]:
         """Wait until so many requests have come."""
         with self._news:
             assert self._news.wait_for(lambda: len(self.received) >= count, timeout_s), (

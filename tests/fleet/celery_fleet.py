@@ -15,7 +15,7 @@ import redis
 
 from tests.fleet import observed
 from tests.fleet.conftest import FAST
-from tests.fleet.fleet import Fleet, RedisServer, WorkerProcess, wait_until
+from tests.fleet.fleet import PATIENCE_S, Fleet, RedisServer, WorkerProcess, wait_until
 from workers.settings import load_settings
 
 PASSWORD = "hunter2-of-redis"
@@ -78,7 +78,9 @@ class CeleryFleet(Fleet):
         notes = [json.loads(line) for line in lines]
         return [note for note in notes if task_id is None or note["id"] == task_id]
 
-    def wait_seen(self, task_id: str | None, what: str, timeout_s: float = 20) -> list[dict[str, Any]]:
+    def wait_seen(
+        self, task_id: str | None, what: str, timeout_s: float = PATIENCE_S
+    ) -> list[dict[str, Any]]:
         """The same, once this signal is among it."""
 
         def there() -> list[dict[str, Any]] | None:

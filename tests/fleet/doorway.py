@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from tests.fleet.fleet import wait_until
+from tests.fleet.fleet import PATIENCE_S, wait_until
 from workers.serve.app import make_app
 from workers.settings import Settings
 
@@ -20,10 +20,10 @@ def serving(settings: Settings, *, open_to_all: bool = True, timeout_s: float = 
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    wait_until(lambda: server.started, 20, "the server to start")
+    wait_until(lambda: server.started, PATIENCE_S, "the server to start")
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)

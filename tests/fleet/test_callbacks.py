@@ -17,7 +17,7 @@ from sqlalchemy import update
 
 from models_db.callbacks import Callback, CallbackRecord, CallbackState, list_callbacks
 from models_db.tables import JobState
-from tests.fleet.fleet import Fleet, WorkerProcess, wait_until
+from tests.fleet.fleet import PATIENCE_S, Fleet, WorkerProcess, wait_until
 from tests.receiver import Receiver, Reply
 from tests.servers import free_port
 from workers.callbacks.signing import new_secret, signed_headers, verify_callback
@@ -50,7 +50,9 @@ def records(fleet: Fleet) -> dict[str | None, CallbackRecord]:
         return {record.job_id or record.batch_id: record for record in list_callbacks(conn, limit=1000)}
 
 
-def settled(fleet: Fleet, state: CallbackState, timeout_s: float = 20) -> dict[str | None, CallbackRecord]:
+def settled(
+    fleet: Fleet, state: CallbackState, timeout_s: float = PATIENCE_S
+) -> dict[str | None, CallbackRecord]:
     def all_there() -> dict[str | None, CallbackRecord] | None:
         found = records(fleet)
         return found if all(record.state is state for record in found.values()) else None
@@ -207,7 +209,7 @@ def test_loopback_is_refused_where_development_is_over(make_fleet: MakeFleet) ->
         def said() -> str | None:
             return records(fleet)[job.id].error
 
-        assert "localhost resolves to" in str(wait_until(said, 20, "the refusal"))
+        assert "localhost resolves to" in str(wait_until(said, PATIENCE_S, "the refusal"))
         assert sender.stop() == 0
         assert receiver.received == []
 
@@ -245,7 +247,7 @@ def test_the_example_receivers_check_and_take_each_event_once(kind: str, tmp_pat
     process = WorkerProcess([sys.executable, "-m", *server], environment={"CALLBACK_SECRET": SECRET})
     try:
         url = f"http://127.0.0.1:{port}/tokenmill"
-        wait_until(lambda: answers(url), 30, "the receiver to listen")
+        wait_until(lambda: answers(url), 2 * PATIENCE_S, "the receiver to listen")
         event = {"id": "msg_1", "type": "job.succeeded", "data": {"id": "job-17", "finish_reason": "stop"}}
         body = json.dumps(event).encode()
         headers = signed_headers([SECRET], "msg_1", int(time.time()), body)

@@ -24,12 +24,13 @@ from kombu.exceptions import OperationalError
 from backend.api import UnknownModelError
 from models_db.tables import JobState
 from tests.fleet.celery_fleet import TOKENS_PER_S, CeleryFleet, assert_nothing_private, celery_fleet
-from tests.fleet.fleet import wait_until
+from tests.fleet.fleet import PATIENCE_S, wait_until
 from tests.servers import free_port
 from workers.control import CANCEL_COMMAND
 
 TASK = "tokenmill.generate"
 FOR_EVER = 100_000
+GRAIN_S = 0.05  # of what echo takes for a word, and of clocks
 
 
 class Watcher:
@@ -42,7 +43,7 @@ class Watcher:
         self._receiver = app.events.Receiver(self._connection, handlers={"*": self._on_event})
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        wait_until(lambda: app.control.heartbeat() or self.events, 10, "a first event")
+        wait_until(lambda: app.control.heartbeat() or self.events, PATIENCE_S, "a first event")
 
     def of(self, task_id: str) -> list[dict[str, Any]]:
         return [event for event in list(self.events) if event.get("uuid") == task_id]
@@ -50,7 +51,7 @@ class Watcher:
     def types(self, task_id: str) -> list[str]:
         return [event["type"].removeprefix("task-") for event in self.of(task_id)]
 
-    def wait(self, task_id: str, kind: str, timeout_s: float = 20) -> dict[str, Any]:
+    def wait(self, task_id: str, kind: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """The event of this type, once it has come."""
 
         def found() -> dict[str, Any] | None:
@@ -59,11 +60,13 @@ class Watcher:
         return wait_until(found, timeout_s, f"{kind} of {task_id}")
 
     def wait_event(self, true: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        return wait_until(lambda: next((event for event in list(self.events) if true(event)), None), 20, what)
+        return wait_until(
+            lambda: next((event for event in list(self.events) if true(event)), None), PATIENCE_S, what
+        )
 
     def stop(self) -> None:
         self._receiver.should_stop = True
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         self._connection.close()
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -81,7 +84,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CeleryFleet]:
         fleet.observed_worker()
         # A worker says that it is ready just before it listens to what is asked of all.
         enable = partial(fleet.app.control.broadcast, "enable_events", reply=True, timeout=3, limit=1)
-        wait_until(lambda: "enabled" in json.dumps(enable()), 30, "events")
+        wait_until(lambda: "enabled" in json.dumps(enable()), PATIENCE_S, "events")
         yield fleet
 
 
@@ -112,19 +115,21 @@ def test_a_job_is_received_started_and_succeeded_with_the_time_that_it_took(
     )
     assert (heartbeat["active"], heartbeat["processed"]) == (2, 2)
     assert watcher.types(task.id) == ["received"], "it has no slot yet"
+    freed_at = time.monotonic()
     both[0].revoke(terminate=True)
     both[1].revoke(terminate=True)
     succeeded = watcher.wait(task.id, "task-succeeded")
+    since = time.monotonic() - freed_at
     assert watcher.types(task.id) == ["received", "started", "succeeded"]
     stored = fleet.result(task.id)
     assert stored is not None
     assert stored.latency_s is not None
     assert stored.queue_time_s is not None
     took = stored.latency_s - stored.queue_time_s
-    assert succeeded["runtime"] == pytest.approx(took, abs=0.1)
-    assert succeeded["runtime"] >= 20 / TOKENS_PER_S - 0.05
+    assert took - GRAIN_S <= succeeded["runtime"] <= since
+    assert succeeded["runtime"] >= 20 / TOKENS_PER_S - GRAIN_S
     started = watcher.wait(task.id, "task-started")
-    assert succeeded["timestamp"] - started["timestamp"] == pytest.approx(took, abs=0.3)
+    assert 0 < succeeded["timestamp"] - started["timestamp"] <= since
     assert started["timestamp"] > heartbeat["timestamp"], "it was received before and waited for a slot"
     assert succeeded["result"] == "<20 tokens, length>"
     seen = watcher.state.tasks[task.id]
@@ -140,7 +145,7 @@ def test_every_other_end_is_told_too(fleet: CeleryFleet, watcher: Watcher) -> No
     failed = watcher.wait(bad.id, "task-failed")
     assert "UnknownModelError" in failed["exception"]
     with pytest.raises(UnknownModelError):
-        bad.get(timeout=10)
+        bad.get(timeout=20)
     late = fleet.signature(1).apply_async(expires=-1)
     assert watcher.wait(late.id, "task-revoked")["expired"] is True
     hard = fleet.signature(FOR_EVER).apply_async(time_limit=0.3)
@@ -174,7 +179,7 @@ def test_every_other_end_is_told_too(fleet: CeleryFleet, watcher: Watcher) -> No
 def test_an_answer_is_in_no_event_of_a_callback(fleet: CeleryFleet, watcher: Watcher) -> None:
     task = fleet.signature(1).apply_async(link=fleet.task("collect"))
     task.get(timeout=20)
-    (callback,) = wait_until(lambda: task.children, 10, "the link")
+    (callback,) = wait_until(lambda: task.children, PATIENCE_S, "the link")
     assert watcher.wait(callback.id, "task-received")["args"] == "(...)"
     watcher.wait(callback.id, "task-succeeded")  # that nothing private is in it, the fixture looks at
 
@@ -186,14 +191,16 @@ def test_the_dump_of_celery_events_shows_them(fleet: CeleryFleet) -> None:
     reader = threading.Thread(target=lambda: lines.extend(command.stdout or ()), daemon=True)
     reader.start()
     try:
-        wait_until(lambda: any("HEARTBEAT" in line.upper() for line in lines), 30, "a heartbeat")
+        wait_until(lambda: any("HEARTBEAT" in line.upper() for line in lines), PATIENCE_S, "a heartbeat")
         task = fleet.signature(1).apply_async()
         wait_until(
-            lambda: any("succeeded" in line and task.id in line for line in lines), 20, "the end in the dump"
+            lambda: any("succeeded" in line and task.id in line for line in lines),
+            PATIENCE_S,
+            "the end in the dump",
         )
     finally:
         command.terminate()
-        command.wait(10)
+        command.wait(PATIENCE_S)
     about = [line for line in lines if task.id in line]
     assert [
         word for line in about for word in ("received", "started", "succeeded") if f"task {word}" in line
@@ -232,7 +239,7 @@ class Flower:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
         self._log.close()
 
 
@@ -246,8 +253,10 @@ def flower(fleet: CeleryFleet, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_flower_sees_workers_and_tasks_with_their_runtimes(fleet: CeleryFleet, flower: Flower) -> None:
     worker = fleet.workers[0].process.pid
     name = f"tokenmill-{worker}@{fleet.settings.worker_name}"
-    wait_until(lambda: name in flower.json("/api/workers"), 30, "Flower to see the worker")
-    wait_until(lambda: "flower_worker_online" in (flower.get("/metrics") or ""), 20, "Flower to hear events")
+    wait_until(lambda: name in flower.json("/api/workers"), 2 * PATIENCE_S, "Flower to see the worker")
+    wait_until(
+        lambda: "flower_worker_online" in (flower.get("/metrics") or ""), PATIENCE_S, "Flower to hear events"
+    )
     begun = time.monotonic()
     task = fleet.signature(20).apply_async()
     task.get(timeout=20)
@@ -255,12 +264,12 @@ def test_flower_sees_workers_and_tasks_with_their_runtimes(fleet: CeleryFleet, f
     fleet.wait_state(task.id, JobState.SUCCEEDED)
     shown = wait_until(
         lambda: (seen := flower.json("/api/tasks").get(task.id)) and seen["state"] == "SUCCESS" and seen,
-        20,
+        PATIENCE_S,
         "Flower to see the job's end",
     )
     assert shown["name"] == TASK
-    assert 20 / TOKENS_PER_S - 0.05 <= shown["runtime"] <= elapsed
-    assert shown["started"] - shown["received"] < shown["runtime"]
+    assert 20 / TOKENS_PER_S - GRAIN_S <= shown["runtime"] <= elapsed
+    assert 0 <= shown["started"] - shown["received"] <= elapsed
     assert name in json.dumps(shown)
     answer = flower.json(f"/api/workers?refresh=1&workername={name}")[name]
     assert answer["stats"]["pool"]["backend"] == "echo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -22,7 +23,7 @@ from tests.fleet.celery_fleet import (
     assert_nothing_private,
     celery_fleet,
 )
-from tests.fleet.fleet import wait_until
+from tests.fleet.fleet import PATIENCE_S, wait_until
 from workers.control import CANCEL_COMMAND
 
 TASK = "tokenmill.generate"
@@ -42,8 +43,10 @@ def names(notes: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_job_is_signalled_once_and_from_its_beginning_to_its_end(fleet: CeleryFleet) -> None:
+    sent_at = time.monotonic()
     task = fleet.signature(20).apply_async()
     notes = fleet.wait_seen(task.id, "task_postrun")
+    in_all = time.monotonic() - sent_at
     assert names(notes) == ["received", "prerun", "success", "postrun"]
     received, prerun, success, postrun = notes
     assert received["info"]["id"] == task.id
@@ -56,12 +59,14 @@ def test_a_job_is_signalled_once_and_from_its_beginning_to_its_end(fleet: Celery
     assert stored is not None
     took = (stored.latency_s or 0) - (stored.queue_time_s or 0)
     assert took >= 20 / TOKENS_PER_S - GRAIN_S
-    assert success["runtime"] == pytest.approx(took, abs=0.1)
-    assert took - GRAIN_S <= postrun["at"] - prerun["at"] <= took + 1
+    assert took - GRAIN_S <= success["runtime"] <= in_all
+    assert sent_at < received["at"] <= prerun["at"] <= success["at"] <= postrun["at"]
+    assert postrun["at"] - sent_at >= 20 / TOKENS_PER_S - GRAIN_S
 
 
 def test_each_other_end_has_its_signals(fleet: CeleryFleet) -> None:
     bad = fleet.app.send_task(TASK, args=[{"model": "nobody", "prompt": "x"}], queue=fleet.queue)
+    sent_at = time.monotonic()
     hard = fleet.signature(FOR_EVER).apply_async(time_limit=0.3)
     late = fleet.signature(1).apply_async(expires=-1)
     terminated = fleet.signature(FOR_EVER).apply_async()
@@ -82,7 +87,7 @@ def test_each_other_end_has_its_signals(fleet: CeleryFleet) -> None:
             {one: sorted(names(fleet.seen(one))) for one in ends}
             == {one: kinds for one, (_, kinds) in ends.items()}
         ),
-        10,
+        PATIENCE_S,
         f"{ends}, not {json.dumps({one: names(fleet.seen(one)) for one in ends})}",
     )
     said = {one: {note["what"]: note for note in fleet.seen(one)} for one in ends}
@@ -90,7 +95,7 @@ def test_each_other_end_has_its_signals(fleet: CeleryFleet) -> None:
     assert names(fleet.seen(hard.id)) == ["received", "prerun", "failure", "postrun"]
     assert said[hard.id]["task_postrun"]["state"] == "FAILURE"
     assert "TimeLimitExceeded" in said[hard.id]["task_failure"]["exception"]
-    assert said[hard.id]["task_postrun"]["at"] - said[hard.id]["task_prerun"]["at"] >= 0.3 - GRAIN_S
+    assert said[hard.id]["task_postrun"]["at"] - sent_at >= 0.3 - GRAIN_S
     assert said[late.id]["task_revoked"]["expired"] is True
     assert said[terminated.id]["task_revoked"]["terminated"] is True
     assert said[terminated.id]["task_postrun"]["state"] == "REVOKED"
@@ -137,6 +142,7 @@ def test_spans_last_as_long_as_the_job_and_belong_to_who_submitted_it(fleet: Cel
     instrumentor.instrument(tracer_provider=provider)
     try:
         with provider.get_tracer("web").start_as_current_span("request") as request:
+            sent_at = time.monotonic()
             task = fleet.signature(20).apply_async(link=fleet.task("collect"))
             trace_id = f"0x{request.get_span_context().trace_id:032x}"
     finally:
@@ -147,11 +153,16 @@ def test_spans_last_as_long_as_the_job_and_belong_to_who_submitted_it(fleet: Cel
         found = {span["name"]: span for span in spans(fleet) if span["context"]["trace_id"] == trace_id}
         return found if {f"run/{TASK}", "run/tests.collect"} <= found.keys() else None
 
-    found = wait_until(ours, 20, "the spans of the job and of its callback in the caller's trace")
+    found = wait_until(ours, PATIENCE_S, "the spans of the job and of its callback in the caller's trace")
+    in_all = time.monotonic() - sent_at
     run = found[f"run/{TASK}"]
     (published,) = [span for span in exporter.get_finished_spans() if span.name == f"apply_async/{TASK}"]
     assert run["parent_id"] == f"0x{published.get_span_context().span_id:016x}"
-    assert 20 / TOKENS_PER_S - GRAIN_S <= seconds(run) <= 20 / TOKENS_PER_S + 1
+    stored = fleet.result(task.id)
+    assert stored is not None
+    ran = (stored.latency_s or 0) - (stored.queue_time_s or 0)
+    # A worker that is held up begins the span late: hence half.
+    assert ran / 2 <= seconds(run) <= in_all
     assert found["apply_async/tests.collect"]["parent_id"] == run["context"]["span_id"], (
         "links are sent within it"
     )

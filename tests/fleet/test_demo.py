@@ -24,7 +24,7 @@ def command(folder: Path) -> list[str]:
 
 def all_gone(folder: Path, processes: list[psutil.Process]) -> bool:
     """Nothing that was started still runs, and nothing answers on the port of the demo's Redis."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=30)
     port = int((folder / "redis.log").read_text().split("port=", 1)[1].split(".", 1)[0].rstrip(","))
     with socket.socket() as probe:
         return not alive and probe.connect_ex(("127.0.0.1", port)) != 0
@@ -42,7 +42,7 @@ def test_the_demo_reports_leaves_its_answers_and_stops_everything(tmp_path: Path
     folder = tmp_path / "demo-run"
     count = len(PROMPTS.read_text(encoding="utf-8").splitlines())
     done = subprocess.run(
-        command(folder), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        command(folder), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     for part in (
@@ -80,7 +80,7 @@ def test_an_interrupted_demo_stops_everything(number: signal.Signals, tmp_path: 
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 2
     process.send_signal(number)
-    _, said = process.communicate(timeout=40)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == ExitCode.INTERRUPTED, said
     assert all_gone(folder, started)
 

@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from models_db.tables import AttemptOutcome, JobState
 from tests.fleet.conftest import MakeFleet
-from tests.fleet.fleet import MODEL, RedisServer, wait_until
+from tests.fleet.fleet import MODEL, PATIENCE_S, RedisServer, wait_until
 from tests.servers import fresh_database, private_server
 from workers.refusing_redis import RefusedError, refuses
 
@@ -26,9 +26,9 @@ def test_results_outlive_an_outage_of_the_database_and_the_death_of_their_worker
 ) -> None:
     with private_server("postgresql") as server, fresh_database(server) as url:
         fleet = make_fleet(url, spool_dir=str(tmp_path / "spool"), worker_name="the-worker", **SLOW)
-        worker = fleet.worker()
-        jobs = [fleet.submit(f"job-{n}", max_tokens=10) for n in range(4)]
-        wait_until(lambda: set(fleet.states().values()) == {JobState.RUNNING}, 20, "all to run")
+        jobs = [fleet.submit(f"job-{n}", max_tokens=40) for n in range(4)]
+        worker = fleet.worker()  # begins all four at once
+        wait_until(lambda: set(fleet.states().values()) == {JobState.RUNNING}, PATIENCE_S, "all to run")
         server.stop()
         spooled = wait_until(
             lambda: [p for p in (tmp_path / "spool").glob("*.spool") if p.read_bytes().count(b"\n") == 4],
@@ -44,7 +44,7 @@ def test_results_outlive_an_outage_of_the_database_and_the_death_of_their_worker
         assert all(fleet.attempts(job_id) == [AttemptOutcome.SUCCEEDED] for job_id in jobs), (
             "nothing ran twice"
         )
-        fleet.wait_drained(20)
+        fleet.wait_drained()
         assert [p for p in (tmp_path / "spool").iterdir() if p.stat().st_size] == []
         assert again.stop() == 0
         fleet.close()
@@ -55,7 +55,7 @@ def test_twenty_broken_connections_in_a_row_cost_nothing(make_fleet: MakeFleet) 
     fleet = make_fleet(engine={"echo_tokens_per_s": 5, "max_num_seqs": 16})
     worker = fleet.worker()
     jobs = [fleet.submit(f"job-{n:02}", max_tokens=30) for n in range(24)]
-    wait_until(lambda: list(fleet.states().values()).count(JobState.RUNNING) >= 16, 20, "jobs to run")
+    wait_until(lambda: list(fleet.states().values()).count(JobState.RUNNING) >= 16, PATIENCE_S, "jobs to run")
     for _ in range(20):
         fleet.redis.client.client_kill_filter(_type="normal", skipme=True)
         wait_until(
@@ -63,7 +63,7 @@ def test_twenty_broken_connections_in_a_row_cost_nothing(make_fleet: MakeFleet) 
         )
     assert set(fleet.wait_all(jobs, 60).values()) == {JobState.SUCCEEDED}
     assert all(fleet.attempts(job_id) == [AttemptOutcome.SUCCEEDED] for job_id in jobs)
-    fleet.wait_drained(20)
+    fleet.wait_drained()
     assert worker.stop() == 0
 
 
@@ -126,7 +126,7 @@ def test_a_message_that_redis_would_not_note_goes_back(make_fleet: MakeFleet) ->
     fleet.send()
     try:
         with pytest.raises(RefusedError):
-            connection.drain_events(timeout=5)
+            connection.drain_events(timeout=20)
         assert fleet.queued() == 0
         fleet.redis.client.execute_command("REPLICAOF", "NO", "ONE")
         channel.qos.restore_visible()

@@ -16,7 +16,7 @@ from models_db import keys
 from models_db.session import transaction
 from models_db.tables import Job, JobState
 from tests.fleet.doorway import serving
-from tests.fleet.fleet import Fleet, RedisServer, wait_until
+from tests.fleet.fleet import Fleet, RedisServer
 from workers.client import StreamEvent
 from workers.serve.errors import ApiError
 from workers.serve.generation import Continuous
@@ -430,8 +430,7 @@ def test_a_caller_that_goes_away_cancels_its_jobs(url: str, fleet: Fleet) -> Non
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
         line = next(answer.iter_lines())
         job_id = json.loads(line.removeprefix("data: "))["id"].removeprefix("chatcmpl-")
-    wait_until(lambda: fleet.state(job_id) is not JobState.RUNNING, 20, "the job to end")
-    assert fleet.state(job_id) is JobState.CANCELLED
+    fleet.wait_state(job_id, JobState.CANCELLED)
 
 
 def test_a_caller_that_goes_away_may_come_back_with_its_key(
@@ -450,6 +449,7 @@ def test_a_caller_that_goes_away_may_come_back_with_its_key(
 
 
 def test_an_answer_that_takes_too_long_is_cancelled(fleet: Fleet) -> None:
+    before = fleet.states().keys()
     with (
         serving(fleet.settings, timeout_s=0.2) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
@@ -461,7 +461,8 @@ def test_an_answer_that_takes_too_long_is_cancelled(fleet: Fleet) -> None:
             max_tokens=100_000,
             extra_body={"ignore_eos": True},
         )
-    wait_until(lambda: JobState.RUNNING not in fleet.states().values(), 20, "the job to end")
+    (job_id,) = fleet.states().keys() - before
+    fleet.wait_state(job_id, JobState.CANCELLED)
 
 
 def test_a_key_lets_its_tenant_in(fleet: Fleet) -> None:

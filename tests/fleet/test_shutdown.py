@@ -9,7 +9,7 @@ import pytest
 
 from models_db.tables import AttemptOutcome, JobState
 from tests.fleet.conftest import MakeFleet
-from tests.fleet.fleet import Fleet, WorkerProcess, wait_until
+from tests.fleet.fleet import PATIENCE_S, Fleet, WorkerProcess, wait_until
 
 
 def soft(worker: WorkerProcess) -> None:
@@ -43,7 +43,7 @@ def test_stopping_a_worker_with_short_and_long_jobs(
     worker = fleet.worker()
     short = [fleet.submit(f"short-{n}", max_tokens=25) for n in range(4)]
     long = [fleet.submit(f"long-{n}", max_tokens=3000) for n in range(8)]
-    wait_until(lambda: running(fleet) == 12, 20, "all to be claimed")
+    wait_until(lambda: running(fleet) == 12, PATIENCE_S, "all to be claimed")
     how(worker)
     worker.wait(40)
     states = fleet.states()
@@ -55,6 +55,6 @@ def test_stopping_a_worker_with_short_and_long_jobs(
     assert fleet.queued() == 12 - len(ended), "what has not ended has its message back, and nothing else has"
     for job_id in ended:
         assert fleet.attempts(job_id) == [AttemptOutcome.SUCCEEDED]
-        assert fleet.app.AsyncResult(job_id).get(timeout=5)["completion_tokens"] == 25
+        assert fleet.app.AsyncResult(job_id).get(timeout=20)["completion_tokens"] == 25
     assert set(fleet.attempts(long[0])) == {AttemptOutcome.RELEASED}
     assert fleet.worker_states() == ["stopped"]

@@ -15,7 +15,7 @@ def test_jobs_run_fail_wait_and_are_cancelled() -> None:
     with LocalFleet(max_prompt_chars=100) as fleet:
         client = fleet.client
         job = client.submit("say this back", max_tokens=3)
-        assert job.wait(timeout_s=10).text == "say this back"
+        assert job.wait(timeout_s=20).text == "say this back"
         assert client.submit("one", idempotency_key="k").id == client.submit("one", idempotency_key="k").id
         with pytest.raises(IdempotencyConflictError):
             client.submit("other", idempotency_key="k")
@@ -25,8 +25,8 @@ def test_jobs_run_fail_wait_and_are_cancelled() -> None:
         fleet.fail_next("the sky fell")
         broken = client.submit("one")
         with pytest.raises(JobFailedError, match="the sky fell"):
-            broken.wait(timeout_s=10)
-        (event,) = broken.stream(timeout_s=10)
+            broken.wait(timeout_s=20)
+        (event,) = broken.stream(timeout_s=20)
         assert event.end is not None
         assert event.end.error_message == "the sky fell"
 
@@ -35,10 +35,10 @@ def test_jobs_run_fail_wait_and_are_cancelled() -> None:
         assert waiting.status().state is JobState.QUEUED
         assert unwanted.cancel() is JobState.CANCELLED
         fleet.release()
-        assert waiting.wait(timeout_s=10).text == "later"
+        assert waiting.wait(timeout_s=20).text == "later"
         assert unwanted.status().state is JobState.CANCELLED
 
-        streamed = list(client.submit("a b c", max_tokens=3, stream=True).stream(timeout_s=10))
+        streamed = list(client.submit("a b c", max_tokens=3, stream=True).stream(timeout_s=20))
         assert "".join(event.text for event in streamed) == "a b c"
         assert streamed[-1].kind == "end"
 

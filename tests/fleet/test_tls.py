@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.fleet.fleet import Fleet, RedisServer, wait_until
+from tests.fleet.fleet import PATIENCE_S, Fleet, RedisServer, wait_until
 from tests.servers import free_port
 from workers.broker import BrokerUnavailableError
 from workers.client import Client
@@ -45,7 +45,7 @@ class TlsRedisServer(RedisServer):
         self.client = redis.Redis(
             port=self.port, password=PASSWORD, ssl=True, ssl_ca_certs=str(certificate), host="localhost"
         )
-        wait_until(self._answers, 10, "Redis to answer")
+        wait_until(self._answers, PATIENCE_S, "Redis to answer")
 
     @property
     def url(self) -> str:
@@ -83,8 +83,7 @@ def test_a_fleet_works_over_tls_and_prints_no_credential(server: TlsRedisServer,
             assert "".join(event.text for event in job.stream(timeout_s=30)) == "one two three"
         assert fleet.send(prompt="four five").get(timeout=30)["text"].startswith("four five")
         fleet.wait_drained()
-        stats = fleet.app.control.inspect(timeout=5).stats()
-        assert stats
+        stats = wait_until(fleet.app.control.inspect(timeout=2, limit=1).stats, PATIENCE_S, "an answer")
         assert PASSWORD not in str(stats)
         assert worker.stop() == 0
         assert PASSWORD not in worker.log

@@ -125,7 +125,7 @@ def test_a_process_that_dies_before_it_reads_its_settings_says_how_it_ended(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     large = load_settings(backend="echo", models=tuple(f"model-{n}" for n in range(50_000)))  # fills the pipe
-    assert start_process(large, {}).wait(20) == 78
+    assert start_process(large, {}).wait(60) == 78
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError):
         start_process(large, {})

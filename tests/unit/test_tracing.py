@@ -75,7 +75,7 @@ def end(outcome: Outcome, *, begun: bool) -> list[str]:
         finaliser.started(delivery)
     finaliser.trace(delivery, outcome, 1.0, lambda: None)
     threads.start()
-    threads.stop(timeout_s=10)
+    threads.stop(timeout_s=20)
     states: list[str] = task.backend.states
     return states
 
@@ -128,7 +128,7 @@ def test_signals_go_on_in_other_threads_while_a_tracer_is_built(
 
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join(10)
+        thread.join(20)
         assert errors == []
         return build(*args, **kwargs)
 

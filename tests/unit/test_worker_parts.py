@@ -313,7 +313,7 @@ def test_detached_mail_waits_for_run() -> None:
     mailbox.attach(hub)
     mailbox.detach()
     threading.Timer(0.01, lambda: mailbox.post(lambda: seen.append(1))).start()
-    assert mailbox.run(timeout_s=5) == 1
+    assert mailbox.run(timeout_s=20) == 1
     assert (seen, hub.soon) == ([1], [])
 
 
@@ -322,9 +322,9 @@ def test_threads_keep_going_after_a_failure() -> None:
     threads.start()
     bad = threads.submit(lambda: 1 / 0)
     good = threads.submit(lambda: threading.current_thread().name)
-    assert good.result(5).startswith("finaliser-")
-    assert isinstance(bad.exception(5), ZeroDivisionError)
-    threads.stop(timeout_s=5)
+    assert good.result(20).startswith("finaliser-")
+    assert isinstance(bad.exception(20), ZeroDivisionError)
+    threads.stop(timeout_s=20)
 
 
 class ResultBackend:
@@ -353,8 +353,8 @@ def test_started_is_stored_at_admission_and_never_after_the_outcome() -> None:
     finaliser.started(delivery)
     finaliser.trace(delivery, outcome(result=RESULT), 2.5, lambda: told.append("then"))
     threads.start()
-    assert mailbox.run(timeout_s=5) == 1
-    threads.stop(timeout_s=5)
+    assert mailbox.run(timeout_s=20) == 1
+    threads.stop(timeout_s=20)
     assert task.backend.stored == [("j", "STARTED"), ("j", "SUCCESS")]
     assert told == [(0, "value", 2.5), "then"], "with the runtime of the engine"
     assert request.settled
@@ -375,7 +375,7 @@ def test_an_actor_runs_events_and_timers_and_survives_faults() -> None:
     actor.send(lambda: seen.append("event"))
     actor.send(lambda: 1 / 0)
     actor.send(lambda: actor.after(0.01, lambda: (seen.append("timer"), done.set())))  # type: ignore[func-returns-value, arg-type, return-value]
-    assert done.wait(5)
+    assert done.wait(20)
     actor.stop()
     assert seen == ["event", "timer"]
     assert [type(fault) for fault in faults] == [ZeroDivisionError]
@@ -422,7 +422,7 @@ def traced(
         delivery, outcome(result=RESULT), 1.0, lambda: told.append("then")
     )
     threads.start()
-    threads.stop(timeout_s=5)
+    threads.stop(timeout_s=20)
     return request, told, mailbox
 
 
