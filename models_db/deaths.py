@@ -96,7 +96,8 @@ def bury(conn: Connection, worker_id: str, *, now: datetime | None = None, repla
     else:
         after = lose(conn, locked, now, DIED)
     burial = Burial()
-    burial.refused.extend(job.id for job in locked if job.id not in {lost.id for lost in after})
+    handled = {job.id for job in after}
+    burial.refused.extend(job.id for job in locked if job.id not in handled)
     for job in [*buried, *after]:
         if job.state.terminal:
             burial.ended.append(job.id)
