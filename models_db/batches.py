@@ -294,7 +294,7 @@ def request_cancel_batch(
 ) -> dict[JobState, int]:
     """Cancel a batch: queued jobs end at once, running ones are flagged, it is ``cancelling`` until all ended.
 
-    All in one transaction, for some thousand jobs at most; ``models_db.batch_cancel`` takes any number.
+    All in one transaction, for a thousand jobs or so; ``models_db.batch_cancel`` takes any number.
 
     Returns:
         How many of its jobs are in which state afterwards.

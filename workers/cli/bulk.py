@@ -361,7 +361,7 @@ def status(
 def cancel(batch_id: BatchArgument, database_url: DatabaseOption = None) -> None:
     """Cancel a batch: queued jobs end at once, running ones as soon as their workers have seen it.
 
-    A large batch is cancelled some thousand lines at a time. Stopped half-way, it is [i]cancelling[/i] and what is left
+    A large batch is cancelled a thousand lines at a time. Stopped half-way, it is [i]cancelling[/i] and what is left
     runs on: repeat the command.
 
     [bold]Example[/bold]
