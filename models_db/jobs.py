@@ -335,7 +335,7 @@ def request_cancel(
     """Cancel: a queued job ends at once, a running one is flagged for its worker, a terminal one stays.
 
     The delivery of a queued job tells Celery. A suspect has none: it is marked as not published, which has a worker's
-    sweeper publish it (``models_db.suspects.untold_cancels``).
+    sweeper publish it (``models_db.suspects.untold_ends``).
 
     Returns:
         The state of each job afterwards, by id; unknown ids are absent.
