@@ -289,17 +289,20 @@ def test_cancel_after_the_end_changes_nothing(backend: Backend) -> None:
 
 
 def test_a_deadline_ends_a_running_and_a_waiting_request(backend: Backend) -> None:
-    handle = backend.submit(ask(max_tokens=LONG, deadline_s=0.3, stream=True))
-    next(handle.stream())
-    others = run_long(backend, 3)
-    waiting = backend.submit(ask(deadline_s=0.05))
-    late = waiting.result(WAIT_S)
-    result = handle.result(WAIT_S)
-    assert result.finish_reason is FinishReason.DEADLINE
+    for deadline_s in (0.3, 1.0, 3.0):  # a machine that is held up may not begin within the first
+        handle = backend.submit(ask(max_tokens=LONG, deadline_s=deadline_s, stream=True))
+        begun = next(handle.stream(), None)
+        others = run_long(backend, 3)
+        waiting = backend.submit(ask(deadline_s=0.05))
+        late = waiting.result(WAIT_S)
+        result = handle.result(WAIT_S)
+        assert result.finish_reason is FinishReason.DEADLINE
+        assert result.latency_s >= deadline_s
+        assert late.finish_reason in (FinishReason.DEADLINE, FinishReason.LENGTH)
+        end(others)
+        if begun is not None:
+            break
     assert 1 <= result.completion_tokens < LONG
-    assert result.latency_s >= 0.3
-    assert late.finish_reason in (FinishReason.DEADLINE, FinishReason.LENGTH)
-    end(others)
     blockers = run_long(backend, 4)
     late = backend.submit(ask(deadline_s=0.05)).result(WAIT_S)
     assert (late.finish_reason, late.completion_tokens) == (FinishReason.DEADLINE, 0)
@@ -630,7 +633,8 @@ def test_a_fault_is_told_to_everyone_once(start: Start) -> None:
 
 JOB = st.fixed_dictionaries(
     {
-        "prompt": st.integers(1, 40),
+        # Around the blocks of 16. Few, because what each leads to alone is computed once.
+        "prompt": st.sampled_from((1, 2, 15, 16, 17, 32, 33, 40)),
         "first": st.integers(1, 3),
         "max_tokens": st.integers(1, 60),
         "priority": st.integers(0, 9),

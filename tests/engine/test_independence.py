@@ -100,7 +100,7 @@ def run_together(
     return driver, sequences
 
 
-@settings(_SETTINGS, max_examples=120)
+@settings(_SETTINGS, max_examples=60)  # the same ones each time
 @given(
     engine=engines(),
     batch=st.lists(requests(), min_size=1, max_size=6),

@@ -204,7 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=400,
+    max_examples=200,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
