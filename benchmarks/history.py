@@ -361,7 +361,7 @@ def _ask(engine: Engine, sql: str) -> tuple[int, list[float]]:
 
 
 def keeping(engine: Engine) -> tuple[Table, dict[str, float]]:
-    """Seconds an hour that a worker's process and its database thread spend on samples and roll-ups.
+    """Seconds an hour that a worker's process, and the thread that does it, spend on samples and roll-ups.
 
     Samples are one in five seconds; the roll-ups are those of the whole fleet, once a minute, as if this worker did
     all of them: five million jobs in 30 days are 116 a minute.
@@ -378,7 +378,7 @@ def keeping(engine: Engine) -> tuple[Table, dict[str, float]]:
     ]
     spent: dict[str, float] = {}
     table = Table("what", title="keeping the history, seconds an hour of one worker (0.5 % are 18)")
-    for name in ("times an hour", "CPU of the process", "of the database thread"):
+    for name in ("times an hour", "CPU of the process", "of the thread that does it"):
         table.add_column(name, justify="right")
 
     def add(label: str, an_hour: int, count: int, step: Callable[[int], object]) -> None:

@@ -216,7 +216,9 @@ def _untold(conn: Connection, worker_id: str, last_beat: datetime) -> list[str]:
             Attempt.outcome.in_(ended),
             Attempt.ended_at > last_beat - _LAST_WORDS,
             Job.callbacks_sent_at.is_(None),
-            or_(Job.deaths < SUSPECT_DEATHS, Job.published_at.is_not(None)),  # the others are found by untold_ends
+            or_(
+                Job.deaths < SUSPECT_DEATHS, Job.published_at.is_not(None)
+            ),  # the others are found by untold_ends
         )
     )
     return list(conn.scalars(query))

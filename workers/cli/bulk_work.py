@@ -235,7 +235,9 @@ def export_files(
             )
         write_manifest(output, _manifest(progress, made, exported))
     except OSError:
-        notice(f"The answers are in the database. To write them later: tokenmill bulk export {progress.id} -o OUT")
+        notice(
+            f"The answers are in the database. To write them later: tokenmill bulk export {progress.id} -o OUT"
+        )
         raise
     if made is not None and exported.without_extra:
         notice(
