@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, and_, or_, select
 
 from models_db.records import RESULT_COLUMNS, StoredResult
+from models_db.scratch import scratch_file
 from models_db.tables import Job, JobState, Result
 
 
@@ -82,7 +82,7 @@ def _ids_by_completion(conn: Connection, batch_id: str, chunk: int) -> Iterator[
 
     No index has this order, so each page out of the database would read the whole batch.
     """
-    with closing(sqlite3.connect("")) as kept:
+    with closing(scratch_file()) as kept:
         kept.execute("CREATE TABLE ended (open INTEGER, at TEXT, position INTEGER, id TEXT)")
         for page in _keys(conn, batch_id, 10_000):
             kept.executemany(

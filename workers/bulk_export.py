@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from sqlalchemy import Connection
 
 from backend.api import FinishReason, RequestError
 from models_db.batch_rows import BatchRow, iter_batch_rows
+from models_db.scratch import scratch_file
 from models_db.tables import JobState
 from workers.bulk_input import CarriedLine
 
@@ -256,7 +256,8 @@ def atomic_write(path: Path) -> Iterator[IO[str]]:
             os.fsync(file.fileno())
         os.replace(draft, path)
     except OSError as error:
-        if error.filename in (None, str(draft)):  # a full disk does not say what was to be written
+        # A full disk does not say what was to be written; what has no number is none of the system's.
+        if error.errno is not None and error.filename in (None, str(draft)):
             error.filename = str(path)
         raise
     finally:
@@ -287,7 +288,7 @@ class _CarriedAnywhere:
     """The same for rows in any order: a private temporary SQLite file, which spills to disk by itself."""
 
     def __init__(self, lines: Iterator[CarriedLine]) -> None:
-        self._lines = sqlite3.connect("")
+        self._lines = scratch_file()
         self._lines.execute("CREATE TABLE carried (line INTEGER PRIMARY KEY, custom_id TEXT, extra TEXT)")
         with self._lines:
             self._lines.executemany(

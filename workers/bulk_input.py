@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from itertools import islice
 from typing import IO, Any
 
 from backend.api import RequestError, check_text
+from models_db.scratch import scratch_file
 from workers.chunks import take_chunk
 from workers.payload import BULK_PRIORITY, GeneratePayload
 
@@ -256,7 +256,7 @@ class _SeenIds:
     """Which line had which ``custom_id``: a private temporary SQLite file, which spills to disk by itself."""
 
     def __init__(self) -> None:
-        self._ids = sqlite3.connect("")
+        self._ids = scratch_file()
         self._ids.execute(
             "CREATE TABLE seen (custom_id TEXT PRIMARY KEY, line INTEGER NOT NULL) WITHOUT ROWID"
         )

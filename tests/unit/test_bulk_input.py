@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import tracemalloc
 from typing import Any
 
@@ -35,6 +36,23 @@ def file_of(*lines: dict[str, Any] | str | bytes) -> io.BytesIO:
         for line in lines
     ]
     return io.BytesIO(b"\n".join(encoded) + b"\n")
+
+
+def test_what_is_not_read_to_its_end_may_be_closed_by_any_thread() -> None:
+    rows = distinct(read_lines(file_of({"prompt": "a"}, {"prompt": "b"}), OPTIONS))
+    next(rows)
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            rows.close()  # type: ignore[attr-defined]
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert not errors
 
 
 def one(line: dict[str, Any] | str | bytes, options: LineOptions = OPTIONS) -> BulkLine | LineError:
