@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -77,13 +77,16 @@ class Supervisor:
         once: bool = False,
         spawn: Callable[[Settings, Mapping[str, str]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._settings = settings
         self._once = once
         self._spawn = spawn or start_process
         self._clock = clock
-        self._wake = threading.Event()
+        self._wait = wait or self._wait_for_stop
+        # No event: a handler that runs while this thread holds the event's lock would wait for it for ever.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._stops = 0
         self._forwarded = 0
         devices = visible_gpus(environ) if wants_every_gpu(settings) else []
@@ -96,7 +99,7 @@ class Supervisor:
     def stop(self) -> None:
         """Ask for a stop, each further time with more force. Safe in a signal handler."""
         self._stops += 1
-        self._wake.set()
+        self._wake.put(None)
 
     def run(self) -> int:
         """Run until every seat is finished; the first exit code that is not zero, else zero."""
@@ -104,10 +107,13 @@ class Supervisor:
             for seat in self._seats:
                 self._tend(seat)
             self._forward_stops()
-            self._wake.wait(_POLL_S)
-            self._wake.clear()
+            self._wait(_POLL_S)
         codes = [seat.exit_code or 0 for seat in self._seats]
         return next((code for code in codes if code), 0)
+
+    def _wait_for_stop(self, timeout_s: float) -> None:
+        with suppress(queue.Empty):
+            self._wake.get(timeout=timeout_s)
 
     def _tend(self, seat: _Seat) -> None:
         if seat.finished:

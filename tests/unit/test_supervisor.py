@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,20 +47,19 @@ class World:
             once=once,
             spawn=self.spawn,
             clock=self.clock,
+            wait=self.wait,
             environ=environ,
         )
-        self.supervisor._wake.wait = self.wait  # type: ignore[method-assign,assignment]
 
     def clock(self) -> float:
         return self.seconds
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout_s: float) -> None:
         self.seconds += 0.25
         if len(self.processes) >= len(self.codes) and self.processes[-1].code is None:
             self.supervisor.stop()
             if self.processes[-1].signals:
                 self.processes[-1].code = 0
-        return True
 
     def spawn(self, settings: Settings, environment: Mapping[str, str]) -> Any:
         self.started.append((self.seconds, environment))
@@ -144,6 +144,41 @@ def test_each_further_stop_is_harder() -> None:
         supervisor.stop()
         supervisor._forward_stops()
         assert world.processes[0].signals[-1] == expected
+
+
+STOPPED_ALL_THE_TIME = """
+import signal
+from workers.settings import load_settings
+from workers.supervisor import Supervisor
+
+class Process:
+    def poll(self):
+        return 0 if seen > 2000 else None
+
+    def send_signal(self, number):
+        pass
+
+def stop(*_):
+    global seen
+    seen += 1
+    supervisor.stop()
+
+seen = 0
+supervisor = Supervisor(load_settings(backend="echo"), spawn=lambda *_: Process())
+signal.signal(signal.SIGALRM, stop)
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+code = supervisor.run()
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(code)
+"""
+
+
+def test_a_signal_is_heard_at_whatever_moment_it_comes() -> None:
+    """A lock that is held while the handler runs would be waited for without an end."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_ALL_THE_TIME], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "0\n"
 
 
 def test_one_process_for_each_gpu() -> None:
