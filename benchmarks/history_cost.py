@@ -75,9 +75,9 @@ def work(plan: dict[str, Any]) -> int:
         if on.is_set():
             sample(self)
 
-    def rolled_up(self: incarnation.Incarnation, *, with_present: bool = False) -> None:
+    def rolled_up(self: incarnation.Incarnation) -> None:
         if on.is_set():
-            roll_up(self, with_present=with_present)
+            roll_up(self)
 
     def counted(backend: Backend) -> tuple[float, float, BackendStats]:
         return time.monotonic(), time.process_time(), backend.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import bulk, history_cost
 from benchmarks.bulk import Watched
 from benchmarks.history_cost import Window
+from workers.incarnation import Incarnation
 
 
 def test_memory_is_compared_between_the_first_and_the_last_tenth() -> None:
@@ -48,3 +50,9 @@ def test_windows_are_compared_with_their_neighbours() -> None:
     ratios, control = history_cost.compared(windows, lambda window: window.jobs / window.seconds)
     assert ratios == [0.9, 1.1]
     assert control == [1.1]
+
+
+def test_what_the_worker_is_switched_off_takes_no_arguments() -> None:
+    """The measurement puts functions of its own in their places."""
+    for replaced in (Incarnation._sample, Incarnation._roll_up):
+        assert list(signature(replaced).parameters) == ["self"]
