@@ -31,7 +31,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Fault, Kill, Timeline
 from tests.chaos.verdict import Verdict, add_figures, killed_alone, line
 from tests.chaos.witness import Change
-from tests.chaos.world import world
+from tests.chaos.world import FIGURES_VARIABLE, world
 from tests.db.helpers import add_workers
 from tests.fleet.conftest import KINDS
 from tests.servers import Kind, ServerUnavailableError, fresh_database_url, skip_or_fail
@@ -271,8 +271,9 @@ def test_only_being_all_that_a_killed_worker_ran_explains_the_blame() -> None:
     [("fine words", 2, "blamed"), ("fine words", 1, "wrong"), (POISON, 0, "fine")],
 )
 def test_an_innocent_that_is_blamed_fails_the_run_unless_we_made_it_look_guilty(
-    tmp_path: Path, prompt: str, times_alone: int, verdict: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, times_alone: int, verdict: str
 ) -> None:
+    monkeypatch.delenv(FIGURES_VARIABLE, raising=False)  # what is wrong here is no finding
     with world(tmp_path, "sqlite") as made:
         states = FAILS if prompt == POISON else None
         (job_id,) = made.submit([{"prompt": prompt, "max_tokens": 3}], states=states)
