@@ -5,6 +5,7 @@ Every function works inside the caller's transaction and never commits.
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -89,18 +90,26 @@ def find_file(conn: Connection, file_id: str, tenant: str) -> FileRecord | None:
 
 
 def list_files(
-    conn: Connection, tenant: str, *, purpose: str | None = None, after: str | None = None, limit: int = 100
+    conn: Connection,
+    tenant: str,
+    *,
+    purpose: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
+    oldest_first: bool = False,
 ) -> list[FileRecord]:
-    """The tenant's files, newest first, those behind the file ``after``."""
+    """The tenant's files, newest first unless told otherwise, those behind the file ``after``."""
+    beyond = operator.gt if oldest_first else operator.lt
     query = select(*_COLUMNS).where(StoredFile.tenant == tenant)
     if purpose is not None:
         query = query.where(StoredFile.purpose == purpose)
     if after is not None and (last := find_file(conn, after, tenant)) is not None:
         query = query.where(
-            (StoredFile.created_at < last.created_at)
-            | ((StoredFile.created_at == last.created_at) & (StoredFile.id < last.id))
+            beyond(StoredFile.created_at, last.created_at)
+            | ((StoredFile.created_at == last.created_at) & beyond(StoredFile.id, last.id))
         )
-    query = query.order_by(StoredFile.created_at.desc(), StoredFile.id.desc()).limit(limit)
+    by = (StoredFile.created_at, StoredFile.id)
+    query = query.order_by(*(by if oldest_first else (column.desc() for column in by))).limit(limit)
     return [_record(row) for row in conn.execute(query)]
 
 

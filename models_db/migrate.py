@@ -52,11 +52,23 @@ def downgrade(url: str, revision: str) -> None:
         SchemaError: the revision, or the one that the database is at, is unknown here or lies the other way.
         MissingDatabaseError: it is an SQLite file that is not there.
     """
+    check_downgrade(url, revision)
+    with _named_errors(revision):
+        command.downgrade(alembic_config(url), revision)
+
+
+def check_downgrade(url: str, revision: str) -> None:
+    """Whether there is such a revision and such a database, as far as can be told without opening it.
+
+    Raises:
+        DatabaseUrlError, SchemaError, MissingDatabaseError: as ``downgrade``.
+    """
     engine = make_engine(url)
     _check_file(engine)
     engine.dispose()
-    with _named_errors(revision):
-        command.downgrade(alembic_config(url), revision)
+    if not revision.startswith(("-", "+")):  # steps from where the database is
+        with _named_errors(revision):
+            ScriptDirectory.from_config(alembic_config()).get_revision(revision)
 
 
 @contextmanager

@@ -122,6 +122,8 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, url: str) -> N
     made = [client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in range(3)]
     newest, following = client.files.list(limit=2).data[:2]
     assert [newest.id, following.id] == [made[2].id, made[1].id]
+    assert [file.id for file in client.files.list(order="asc", limit=2).data[:2]] == [made[0].id, made[1].id]
+    assert [file.id for file in client.files.list(order="asc", after=made[0].id)] == [made[1].id, made[2].id]
     assert client.files.content(made[2].id).content == b"xx"
     assert client.files.delete(made[0].id).deleted
     with pytest.raises(openai.NotFoundError):
@@ -132,6 +134,7 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, url: str) -> N
         client.files.create(file=("a.jsonl", b"x"), purpose="vision")
     assert httpx2.post(f"{url}/v1/files", data={"purpose": "batch"}).status_code == 400
     assert httpx2.get(f"{url}/v1/files?limit=0").status_code == 400
+    assert "order" in httpx2.get(f"{url}/v1/files?order=up").json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -240,9 +240,8 @@ def test_doctor_finds_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch, datab
 
 @pytest.mark.parametrize("direction", ["upgrade", "downgrade"])
 def test_an_unknown_revision_is_named_with_the_known_ones(direction: str, database_url: str) -> None:
-    yes = ["--yes"] if direction == "downgrade" else []
-    done = run("db", direction, "nonsense", *yes, "--database-url", database_url)
-    assert done.exit_code == ExitCode.UNAVAILABLE
+    done = run("db", direction, "nonsense", "--database-url", database_url)
+    assert done.exit_code == ExitCode.UNAVAILABLE  # and nobody is asked first
     assert "revision 'nonsense'" in done.stderr
     assert migrate.head_revision() in done.stderr
 

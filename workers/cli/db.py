@@ -51,6 +51,7 @@ def downgrade(
     from workers.settings import redact_url
 
     settings = settings_from(database_url=database_url)
+    migrate.check_downgrade(settings.database_url, revision)
     if not yes:
         typer.confirm(f"Take {redact_url(settings.database_url)} back to {revision}?", abort=True)
     migrate.downgrade(settings.database_url, revision)

@@ -20,6 +20,7 @@ from workers.serve.call import Call, page_size
 from workers.serve.errors import ApiError, not_found, refused
 
 PURPOSES = ("batch",)
+ORDERS = ("asc", "desc")  # by the moment of creation
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
@@ -99,15 +100,18 @@ def too_large(most: int) -> ApiError:
 
 
 async def list_all(call: Call) -> Response:
-    """``GET /v1/files``, newest first."""
+    """``GET /v1/files``, newest first unless ``order=asc``."""
     limit = page_size(call.request, most=10_000, default=100)
     query = call.request.query_params
+    if (order := query.get("order", "desc")) not in ORDERS:
+        raise refused("is not known", param="order", value=order, fix=f"Use {' or '.join(ORDERS)}")
     look = partial(
         files.list_files,
         tenant=call.tenant or "",
         purpose=query.get("purpose"),
         after=query.get("after"),
         limit=limit + 1,
+        oldest_first=order == "asc",
     )
     found = await call.read(look)
     shown = [file_object(record) for record in found[:limit]]
