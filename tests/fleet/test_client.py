@@ -226,6 +226,15 @@ def test_what_is_no_id_of_an_event_is_refused_before_the_first_is_asked_for(
         AsyncClient(client.settings).stream("any", last_id=last_id)
 
 
+@pytest.mark.parametrize("timeout_s", ["3", float("nan"), True, [1]])
+def test_what_is_no_time_to_wait_is_refused_before_anything_is_asked(client: Client, timeout_s: Any) -> None:
+    for ask in (client.wait, client.stream, AsyncClient(client.settings).stream):
+        with pytest.raises(RequestError, match=r"timeout_s: is not a number of seconds \(got "):
+            ask("any", timeout_s=timeout_s)
+    with pytest.raises(RequestError, match="timeout_s: "):
+        asyncio.run(AsyncClient(client.settings).wait("any", timeout_s))
+
+
 @pytest.mark.parametrize("job_id", ["a\0b", "\ud800", "x" * 5000, "", 5])
 def test_an_id_that_no_job_can_have_is_unknown(client: Client, job_id: Any) -> None:
     for ask in (client.status, client.result, client.cancel, client.wait, client.stream):

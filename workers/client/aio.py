@@ -16,7 +16,7 @@ from models_db.jobs import JobStatus, StoredResult
 from models_db.tables import JobState
 from workers.broker import async_stream_connection
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
-from workers.client.streaming import check_last_id, read_stream_async
+from workers.client.streaming import check_last_id, check_timeout, read_stream_async
 from workers.client.sync import Client, pauses
 from workers.settings import Settings
 from workers.streams import StreamEvent
@@ -126,7 +126,8 @@ class AsyncClient:
     def stream(
         self, job_id: str, *, last_id: str | None = None, timeout_s: float | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """See ``Client.stream``. The job is looked for with the first event; ``last_id`` is checked at once."""
+        """See ``Client.stream``. The job is looked for with the first event; its arguments are checked at once."""
+        check_timeout(timeout_s)
         return self._stream(job_id, None if last_id is None else check_last_id(last_id), timeout_s)
 
     async def _stream(

@@ -40,7 +40,7 @@ from workers.client.errors import (
     SubmissionUnknownError,
     WaitTimeoutError,
 )
-from workers.client.streaming import check_last_id, concluded, read_stream
+from workers.client.streaming import check_last_id, check_timeout, concluded, read_stream
 from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
 from workers.settings import Settings, load_settings
 from workers.streams import StreamEvent
@@ -408,6 +408,7 @@ class Client:
             WaitTimeoutError: ``timeout_s`` seconds have passed; the job goes on.
             JobFailedError: it failed, was cancelled or expired.
             UnknownJobError: no row has this id.
+            RequestError: ``timeout_s`` is no number of seconds.
         """
         for pause_s in pauses(timeout_s, job_id):
             try:
@@ -436,9 +437,10 @@ class Client:
         Raises:
             StreamTimeoutError: the time is over; the job goes on.
             BrokerUnavailableError: Redis does not answer. Go on later with the last event's id.
-            RequestError: ``last_id`` is no id; before the first event is asked for.
+            RequestError: ``last_id`` is no id, or ``timeout_s`` no number; before the first event is asked for.
             UnknownJobError: no row has this id; likewise.
         """
+        check_timeout(timeout_s)
         if last_id is not None:
             last_id = check_last_id(last_id)
         if self.has_database:
@@ -576,7 +578,12 @@ def _delivery(job: NewJob) -> tuple[str, bytes]:
 
 
 def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
-    """Seconds to sleep between looks, growing to one with some spread; ``None`` when the time is over."""
+    """Seconds to sleep between looks, growing to one with some spread; ``None`` when the time is over.
+
+    Raises:
+        RequestError: ``timeout_s`` is no number of seconds.
+    """
+    check_timeout(timeout_s)
     spread = random.Random(ascii(job_id))  # many waiters must not ask in step
     give_up = None if timeout_s is None else time.monotonic() + timeout_s
     pause_s = _FIRST_POLL_S
