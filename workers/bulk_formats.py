@@ -28,7 +28,7 @@ from workers.bulk_input import (
     raw_lines,
     read_carried,
 )
-from workers.bulk_tables import TableRow, as_text, column_names, json_safe, table_rows
+from workers.bulk_tables import TableRow, as_text, column_names, json_safe, other_separator, table_rows
 from workers.payload import BULK_PRIORITY, GeneratePayload
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.errors import ApiError
@@ -99,10 +99,23 @@ def check_shape(shape: Shape, file: IO[bytes]) -> None:
     columns = column_names(shape.format, file)
     if not columns:
         return  # an empty file: it has no rows either
+    if shape.format == "csv" and (sign := other_separator(columns)) is not None:
+        raise RequestError(
+            f"has one column, {columns[0]!r}: its cells seem to be separated by {sign}",
+            field="INPUT",
+            fix="Write it with commas; where it is one column, rename it",
+        )
     if shape.template is None:
         for name in columns:
             check_misspelt(name)
     wanted = [("--template", name) for name in template_columns(shape.template or "")]
+    if shape.template is not None and not wanted:
+        raise RequestError(
+            f"names no column, so that each row would have the same prompt (the file has: {', '.join(columns)})",
+            field="--template",
+            value=shape.template,
+            fix="Put a column's name in braces, for example 'Summarise: {text}'",
+        )
     if shape.id_column is not None:
         wanted.append(("--id-column", shape.id_column))
     for option, name in wanted:

@@ -18,6 +18,7 @@ from typing import IO, Any
 from backend.api import ConfigurationError, RequestError
 
 MAX_CELL = 16 * 1024 * 1024  # characters
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _ROWS_AT_ONCE = 1000  # of a Parquet file
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what ``surrogateescape`` makes of such bytes
 
@@ -46,6 +47,13 @@ def column_names(kind: str, file: IO[bytes]) -> Sequence[str]:
     if twice:
         raise RequestError(f"the column {twice[0]!r} comes twice", field="INPUT", fix="Rename one of them")
     return names
+
+
+def other_separator(names: Sequence[str]) -> str | None:
+    """What seems to stand between a CSV file's cells where its only column's name shows that no comma does."""
+    if len(names) != 1:
+        return None
+    return next((called for sign, called in _SEPARATORS.items() if sign in names[0]), None)
 
 
 def table_rows(kind: str, file: IO[bytes]) -> Iterator[TableRow]:

@@ -108,12 +108,21 @@ def test_broken_rows_are_errors_of_their_own() -> None:
         (Shape("csv", template="{text!r}"), "--template: is malformed"),
         (Shape("csv", template="{text"), "--template: is malformed"),
         (Shape("csv", template="{}"), "--template: is malformed"),
+        (Shape("csv", template="Say something {{new}}."), "--template: names no column"),
         (Shape("jsonl", template="{text}"), "--template: is for tables"),
     ],
 )
 def test_options_that_do_not_fit_the_file(shape: Shape, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         check_shape(shape, csv_of(TABLE))
+
+
+@pytest.mark.parametrize(("sign", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
+def test_a_table_with_other_separators_than_commas_is_told_apart(sign: str, name: str) -> None:
+    file = io.BytesIO(f"id{sign}text\n1{sign}Good, but slow\n".encode())
+    with pytest.raises(RequestError, match=f"separated by {name}.* commas"):
+        check_shape(Shape("csv", template="{text}"), file)
+    check_shape(Shape("csv", template="{text}"), io.BytesIO(b"text\na;b\n"))  # in the cells it is text
 
 
 def test_openai_lines_are_taken_as_they_are() -> None:
