@@ -19,7 +19,7 @@ from backend.config import EngineConfig
 from backend.core import EngineCore, OutputSink
 from backend.graphs import GraphRunner, decode_buckets
 from backend.kv_cache import MIB, KVCache, LayerShape
-from backend.loading import LoadedModel, load_model
+from backend.loading import LoadedModel, load_model, on_device
 from backend.memory import DeviceMemory, Needs, device_memory, memory_errors
 from backend.packed_linear import pack_linears
 from backend.probe import native_logits, probe_layers, single_row, verify_paged
@@ -91,7 +91,17 @@ def build_engine(
         ConfigurationError: the model cannot be found, does not fit, or is one that the engine cannot run.
     """
     loaded = load_model(config)
-    memory = memory or device_memory(loaded.device)
+    with on_device(loaded.device):
+        return _build(config, loaded, sink(loaded), clock, memory or device_memory(loaded.device))
+
+
+def _build(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    sink: OutputSink,
+    clock: Callable[[], float],
+    memory: DeviceMemory,
+) -> EngineParts:
     probe = probe_layers(loaded)
     native = native_logits(loaded)
     kernel = choose_kernel(config, loaded, probe)
@@ -129,7 +139,7 @@ def build_engine(
         num_blocks=cache.num_blocks,
         max_model_len=loaded.max_model_len,
         device=loaded.device,
-        sink=sink(loaded),
+        sink=sink,
         clock=clock,
         streams=streams,
         slots=slots,

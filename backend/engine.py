@@ -27,6 +27,7 @@ from backend.api import (
 from backend.assembly import EngineParts, build_engine
 from backend.config import EngineConfig
 from backend.core import EngineCore
+from backend.loading import on_device
 from backend.output import OutputProcessor
 from backend.sequence import Sequence
 
@@ -286,8 +287,12 @@ class AsyncEngine:
 
     def _run(self) -> None:
         assert self._parts is not None
-        assert self._output is not None
         core = self._parts.core
+        with on_device(self._parts.loaded.device):
+            self._serve(core)
+
+    def _serve(self, core: EngineCore) -> None:
+        assert self._output is not None
         try:
             while not (self._stopping and not (self._draining and core.has_work())):
                 self._take_commands(core)

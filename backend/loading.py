@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,12 @@ def resolve_device(name: str) -> torch.device:
             )
         return torch.device("cuda", index)
     return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """The context, of the calling thread, in which kernels of Triton run on this device: they go to the current one,
+    wherever their tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def load_model(config: EngineConfig, *, attn_implementation: str = ATTENTION_NAME) -> LoadedModel:
