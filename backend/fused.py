@@ -13,7 +13,7 @@ The kernels start early (programmatic dependent launch) where contexts are short
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -221,12 +221,11 @@ def _fits(layer: nn.Module, pattern: Pattern) -> bool:
     extra = {
         name for name, child in attention.named_children() if any(True for _ in child.parameters())
     } - known
-    return (
-        all(type(m) is nn.Linear for m in linears)
-        and not extra
-        and getattr(mlp, pattern.gate).bias is None
-        and getattr(mlp, pattern.down).bias is None
-    )
+    if extra or not all(type(m) is nn.Linear for m in linears):
+        return False
+    biased = [cast(nn.Linear, m).bias is not None for m in linears]
+    # Query, key and value have a bias together or not at all; the output may have one; gate, up and down have none.
+    return len(set(biased[:3])) == 1 and not any(biased[4:])
 
 
 def fuse_layer(layer: nn.Module, pattern: Pattern, params: AttentionParams) -> FusedLayer:

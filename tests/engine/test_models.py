@@ -18,7 +18,7 @@ from backend.api import ConfigurationError, UnsupportedModelError
 from backend.assembly import build_engine, verified_forward
 from backend.attention.sdpa import SdpaKernel
 from backend.config import EngineConfig
-from backend.fused import find_pattern, fuse_layer
+from backend.fused import UnfitModelError, find_pattern, fuse_layer
 from backend.kv_cache import KVCache, bytes_per_block
 from backend.loading import LoadedModel, expected_layers, load_model
 from backend.model_source import resolve_model
@@ -410,6 +410,21 @@ def test_fused_weights_leave_the_modules_at_work(folder: Path) -> None:
             storage = matrix.untyped_storage().data_ptr()
             assert all(m.weight.untyped_storage().data_ptr() == storage for m in modules)
     assert torch.equal(native_logits(loaded), before)
+
+
+@pytest.mark.parametrize(
+    "biased",
+    [("self_attn.q_proj",), ("self_attn.k_proj", "self_attn.v_proj"), ("mlp.up_proj",), ("mlp.gate_proj",)],
+)
+def test_layers_with_biases_that_the_fused_ones_have_no_place_for_are_not_fused(
+    folder: Path, biased: tuple[str, ...]
+) -> None:
+    model = load(folder, dtype="float32").model
+    for name in biased:
+        linear = model.model.layers[1].get_submodule(name)
+        linear.bias = torch.nn.Parameter(torch.ones(linear.out_features))
+    with pytest.raises(UnfitModelError, match="built differently"):
+        find_pattern(model.model.layers, model.config)
 
 
 def test_fused_layers_that_compute_something_else_give_way_to_the_modules(
