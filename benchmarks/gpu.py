@@ -7,8 +7,8 @@
     python -m benchmarks.gpu --tiny                      a toy model, also on a CPU, to try the command itself
 
 Parts: works (short contexts in one engine, long ones in another, whose cache has room for fewer slots), sync, peer
-(transformers), fleet (the same work as Celery jobs), overlap (a profiler's trace), and kernels (the time of each
-kernel). Each engine is made for its part, and its memory is given back before the next one.
+(transformers), fleet (the same work as Celery jobs), overlap (a profiler's trace), and kernels (what the
+time of a decode step is spent in). Each engine is made for its part, and its memory is given back before the next one.
 
 The floor is the bytes of weights and of keys and values that the steps must read, over the highest read rate
 measured in this run.
@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_report, overlap
+from benchmarks import gpu_report, overlap, step_kernels
 from benchmarks.gpu_works import (
     LLAMA_8B,
     MIXED_FILE,
@@ -177,18 +177,21 @@ class Bench:
 
         if self._device == "cpu":
             raise RuntimeError("the profiler traces a GPU, and there is none")
-        work = uniform(32, 1024)
-        runs = []
-        for mode in ("async", "sync") if "overlap" in parts else ("async",):
-            with measured(self._configuration([work], mode=mode)) as engine:
-                self._started(engine.describe())
-                if "overlap" in parts:
+        if "overlap" in parts:
+            work = uniform(32, 1024)
+            runs = []
+            for mode in ("async", "sync"):
+                with measured(self._configuration([work], mode=mode)) as engine:
+                    self._started(engine.describe())
                     runs.append(overlap.record(engine, work))
-                if "kernels" in parts and mode == "async":
-                    self._say(_kernel_times(engine))
-        if runs:
             self.kept["overlap"] = {"runs": runs}
             self._say(gpu_report.overlap_table(runs))
+        if "kernels" in parts:
+            works = [uniform(rows, 1024) for rows in (32, 128, 256)]
+            with measured(self._configuration(works, mode="async")) as engine:
+                self._started(engine.describe())
+                for work in works:
+                    self._say(step_kernels.record(engine, work))
 
     # ---------------------------------------------------------------------------------------- works of the parts
 
@@ -335,16 +338,6 @@ def main(arguments: list[str] | None = None) -> int:
             if out:
                 out.close()
     return 1 if bench.kept["failed"] else 0
-
-
-def _kernel_times(engine: Any) -> str:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        engine.run(uniform(min(32, engine.config.max_num_seqs), 40))
-    return str(
-        trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70)
-    )
 
 
 def _gpu_name() -> str | None:
