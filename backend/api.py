@@ -6,129 +6,67 @@ the light base package alone.
 
 from __future__ import annotations
 
-import logging
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Protocol, Self, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from backend.complaints import complaint, refuse_truth
+from backend.complaints import refuse_truth
+from backend.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    KVCapacityError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    TokenmillError,
+    UnknownModelError,
+    UnsupportedModelError,
+    request_error_from,
+)
+from backend.handle import GenerationHandle
+
+__all__ = [
+    "MAX_DEADLINE_S",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_SEED",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_TOKEN_IDS",
+    "Backend",
+    "BackendInfo",
+    "BackendStats",
+    "ChatMessage",
+    "ConfigurationError",
+    "EngineDeadError",
+    "FinishReason",
+    "GenerationHandle",
+    "GenerationRequest",
+    "GenerationResult",
+    "KVCapacityError",
+    "Prompt",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestError",
+    "SamplingParams",
+    "TokenChunk",
+    "TokenLogprob",
+    "TokenmillError",
+    "UnknownModelError",
+    "UnsupportedModelError",
+    "check_text",
+    "request_error_from",
+]
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
-logger = logging.getLogger(__name__)
-
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE_S = 3650 * 86_400  # ten years: a moment so far away can still be written as a date
-
-
-# --------------------------------------------------------------------------------------------------------- errors
-
-
-class TokenmillError(Exception):
-    """Root of every error that Tokenmill raises on purpose. ``code`` is stable and machine-readable."""
-
-    code = "error"
-
-
-class RequestError(TokenmillError):
-    """One bad request; it fails alone and nothing else in flight is disturbed.
-
-    ``field`` names the offending part, ``value`` is a short rendering of what was given (never a whole prompt; empty
-    where there is none to show) and ``fix`` says what to do about it.
-    """
-
-    code = "invalid_request"
-
-    def __init__(self, message: str, *, field: str = "", value: object = None, fix: str = "") -> None:
-        self.field = field
-        self.value = "" if value is None else _short(value)
-        self.fix = fix
-        parts = [f"{field}: {message}" if field else message]
-        if value is not None:
-            parts.append(f"(got {self.value})")
-        text = " ".join(parts)
-        super().__init__(f"{text}. {fix}" if fix else text)
-
-    def to_dict(self) -> dict[str, str]:
-        """The error as JSON-safe fields: code, message, field, value, fix."""
-        return {
-            "code": self.code,
-            "message": str(self),
-            "field": self.field,
-            "value": self.value,
-            "fix": self.fix,
-        }
-
-
-class PromptTooLongError(RequestError):
-    """The prompt leaves no room for a single new token within the model's context."""
-
-    code = "prompt_too_long"
-
-
-class KVCapacityError(RequestError):
-    """The request could never fit the key/value cache, even alone."""
-
-    code = "kv_capacity"
-
-
-class UnknownModelError(RequestError):
-    """The named model is not one that is configured here."""
-
-    code = "unknown_model"
-
-
-class QueueFullError(RequestError):
-    """The backend's waiting queue is at its configured limit."""
-
-    code = "queue_full"
-
-
-class ConfigurationError(TokenmillError):
-    """A setting is wrong or something the configuration asks for is missing."""
-
-    code = "configuration"
-
-
-class UnsupportedModelError(ConfigurationError):
-    """The model's architecture, weights or attention layout cannot be run correctly by this engine."""
-
-    code = "unsupported_model"
-
-
-class EngineDeadError(TokenmillError):
-    """The engine met a fault that it cannot continue from; every request in flight is told so."""
-
-    code = "engine_dead"
-
-
-def _short(value: object, limit: int = 80) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # nested too deeply, or a number with more digits than Python writes
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
-
-
-def request_error_from(exc: ValidationError, *, prefix: str = "") -> RequestError:
-    """Turn pydantic's first complaint into a ``RequestError`` that names the field, the value and the fix."""
-    first = exc.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, RequestError):
-        return cause
-    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    wrong, fix = complaint(first)
-    value = None if first["type"] == "missing" else first["input"]
-    return RequestError(wrong, field=f"{prefix}{path}", value=value, fix=fix)
 
 
 # ------------------------------------------------------------------------------------------------------- requests
@@ -356,144 +294,6 @@ class GenerationResult:
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON-safe values."""
         return asdict(self) | {"finish_reason": str(self.finish_reason)}
-
-
-_END = object()
-
-
-class GenerationHandle:
-    """A running request: a future for its result, a stream of its tokens, and a way to cancel it.
-
-    Cancelling the future cancels the request, too. Safe to use from any thread. The backend side calls ``push``,
-    ``finish`` and ``fail``; each caller-visible outcome is delivered once.
-    """
-
-    def __init__(self, request: GenerationRequest, on_cancel: Callable[[], None]) -> None:
-        self.request = request
-        self.future: Future[GenerationResult] = Future()
-        self._starting = threading.Lock()
-        self._started = False
-        self._on_start: list[Callable[[], None]] = []
-        self._on_cancel = on_cancel
-        self.future.add_done_callback(self._after_future)
-        self._chunks: queue.SimpleQueue[Any] | None = queue.SimpleQueue() if request.stream else None
-        self._forwarding = threading.Lock()
-        self._receiver: Callable[[TokenChunk], None] | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether it has left the backend's queue; set by the backend."""
-        return self._started
-
-    @started.setter
-    def started(self, started: bool) -> None:
-        with self._starting:
-            self._started = started
-            calls, self._on_start = self._on_start, []
-        for call in calls:
-            try:
-                call()
-            except BaseException:
-                # The backend's thread works for everybody; one caller's fault must not end it.
-                logger.exception(
-                    "what was to be called at the start of request %s failed", self.request.request_id
-                )
-
-    def when_started(self, call: Callable[[], None]) -> None:
-        """Call this once when it leaves the backend's queue; at once if it has left.
-
-        That is on the backend's thread, so ``call`` must not block; what it raises is logged. A request that ends in
-        the queue never starts.
-        """
-        with self._starting:
-            if not self._started:
-                self._on_start.append(call)
-                return
-        call()
-
-    def result(self, timeout: float | None = None) -> GenerationResult:
-        """Wait for the result; raises the request's error, or ``TimeoutError`` after ``timeout`` seconds."""
-        return self.future.result(timeout)
-
-    def cancel(self) -> None:
-        """Ask for an early end. The result then has ``FinishReason.CANCELLED`` and what was generated."""
-        self._on_cancel()
-
-    def done(self) -> bool:
-        """Whether the outcome is known."""
-        return self.future.done()
-
-    def stream(self) -> Iterator[TokenChunk]:
-        """Yield chunks until the request ends; raises its error. Only for requests with ``stream=True``."""
-        if self._chunks is None:
-            raise RequestError("was not set on this request", field="stream", fix="Submit with stream=True")
-        while True:
-            item = self._chunks.get()
-            if item is _END:
-                self._chunks.put(_END)  # so that a second iteration ends, too
-                self.future.result()
-                return
-            yield item
-
-    def forward(self, receive: Callable[[TokenChunk], None]) -> None:
-        """Give every chunk to ``receive`` instead of ``stream``, those that are there already at once.
-
-        Later ones come on the backend's thread, so ``receive`` must not block; if it raises, the request fails and is
-        given up. All of them come before the future is done. Only for requests with ``stream=True``.
-        """
-        if self._chunks is None:
-            raise RequestError("was not set on this request", field="stream", fix="Submit with stream=True")
-        with self._forwarding:  # no later chunk may overtake the ones that waited
-            while not self._chunks.empty():
-                item = self._chunks.get()
-                if item is _END:
-                    self._chunks.put(_END)
-                    break
-                receive(item)
-            self._receiver = receive
-
-    # ------------------------------------------------------------------------------------- the backend's side
-
-    def push(self, chunk: TokenChunk) -> None:
-        """Hand a chunk to the stream; ignored when the request does not stream, or has failed."""
-        if self._chunks is None or self.future.done():
-            return
-        with self._forwarding:
-            if self._receiver is None:
-                self._chunks.put(chunk)
-                return
-            try:
-                self._receiver(chunk)
-                return
-            except BaseException as exc:  # one caller's fault, on the thread that works for everybody
-                error = TokenmillError(f"the receiver of the stream failed: {exc!r}")
-                error.__cause__ = exc
-        self.fail(error)
-        self._on_cancel()
-
-    def finish(self, result: GenerationResult) -> None:
-        """Deliver the result; a second outcome is ignored."""
-        self._settle(lambda: self.future.set_result(result))
-
-    def fail(self, error: BaseException) -> None:
-        """Deliver an error; a second outcome is ignored."""
-        self._settle(lambda: self.future.set_exception(error))
-
-    def _after_future(self, future: Future[GenerationResult]) -> None:
-        if future.cancelled():  # by its holder, as asyncio does with a wrapped one: nobody waits for the rest
-            self._on_cancel()
-
-    def _settle(self, deliver: Callable[[], None]) -> None:
-        try:
-            deliver()
-        except InvalidStateError:
-            pass  # settled before, or the future was cancelled by its holder
-        except (
-            BaseException
-        ):  # a callback of the future's that means to exit; other errors the future logs itself
-            logger.exception("what was to be called at the end of request %s failed", self.request.request_id)
-        if self._chunks is not None:
-            self._chunks.put(_END)
 
 
 # ------------------------------------------------------------------------------------------------- backend, stats
