@@ -11,11 +11,10 @@ import difflib
 import os
 import re
 import socket
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
     BaseModel,
@@ -27,7 +26,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
@@ -36,96 +34,17 @@ from backend.complaints import complaint
 from backend.config import EngineConfig
 from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.urls import HostRule
-
-ENV_PREFIX = "TOKENMILL_"
-CONFIG_VARIABLE = "TOKENMILL_CONFIG"
-DEFAULT_CONFIG_FILE = "tokenmill.toml"
+from workers.redaction import redact_text as redact_text
+from workers.redaction import redact_url as redact_url
+from workers.settings_sources import CONFIG_VARIABLE, ENV_PREFIX, FlatEngineEnv, TomlFile
 
 # Read elsewhere: workers.private_redis, backend.model_source.
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "TOKENMILL_REDIS_SERVER", "TOKENMILL_CACHE_DIR"})
-
-_HIDDEN = "***"
-_SECRET_QUERY = re.compile(r"pass|secret|token|key$|credential", re.IGNORECASE)
-_URL_CREDENTIALS = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/]*)@", re.I
-)
-
-
-def redact_url(url: str) -> str:
-    """The URL with its password and any secret query value as ``***``; a URL without them unchanged."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return redact_text(url)
-    netloc = parts.netloc
-    if "@" in netloc:
-        credentials, _, host = netloc.rpartition("@")
-        user, colon, _ = credentials.partition(":")
-        netloc = f"{user}:{_HIDDEN}@{host}" if colon else f"{user}@{host}"
-    query = parts.query
-    if query:
-        pairs = parse_qsl(query, keep_blank_values=True)
-        if any(_SECRET_QUERY.search(name) for name, _ in pairs):
-            shown = [(name, _HIDDEN if _SECRET_QUERY.search(name) else value) for name, value in pairs]
-            query = urlencode(shown, safe="*/:")
-    if netloc == parts.netloc and query == parts.query:
-        return url
-    return urlunsplit(SplitResult(parts.scheme, netloc, parts.path, query, parts.fragment))
-
-
-def redact_text(text: str) -> str:
-    """Any text with the passwords of the URLs inside it as ``***``; for errors of other libraries."""
-    return _URL_CREDENTIALS.sub(rf"\g<scheme>\g<user>:{_HIDDEN}@", text)
 
 
 def _is_redis_address(parts: SplitResult) -> bool:
     """Whether port and database are numbers: redis-py would take database 0 for any other path."""
     return parts.port != 0 and re.fullmatch(r"/?\d*", parts.path) is not None
-
-
-class _FlatEngineEnv(PydanticBaseSettingsSource):
-    """Reads ``TOKENMILL_ENGINE_BLOCK_SIZE`` beside the nested spelling ``TOKENMILL_ENGINE__BLOCK_SIZE``."""
-
-    def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
-        super().__init__(settings_cls)
-        self._environ = environ
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        prefix = f"{ENV_PREFIX}ENGINE_"
-        found = {
-            name[len(prefix) :].lstrip("_").lower(): value
-            for name, value in self._environ.items()
-            if name.startswith(prefix)
-        }
-        return {"engine": {name: value for name, value in found.items() if value != ""}} if found else {}
-
-
-class _TomlFile(PydanticBaseSettingsSource):
-    """The TOML file, when there is one."""
-
-    def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
-        super().__init__(settings_cls)
-        self._environ = environ
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        named = self._environ.get(CONFIG_VARIABLE)
-        path = Path(named or DEFAULT_CONFIG_FILE)
-        if not named and not path.is_file():
-            return {}
-        try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as exc:
-            raise ConfigurationError(
-                f"{CONFIG_VARIABLE}: cannot read {path} ({exc.strerror}). Correct the path or unset it"
-            ) from exc
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-            raise ConfigurationError(f"{path} is not valid TOML: {exc}. Correct that line") from exc
 
 
 class TenantLimit(BaseModel):
@@ -438,8 +357,8 @@ class Settings(BaseSettings):
         return (
             init_settings,
             env_settings,
-            _FlatEngineEnv(settings_cls, os.environ),
-            _TomlFile(settings_cls, os.environ),
+            FlatEngineEnv(settings_cls, os.environ),
+            TomlFile(settings_cls, os.environ),
         )
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
