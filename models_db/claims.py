@@ -57,8 +57,9 @@ class StoredOutcome:
 class ClaimItem:
     """One delivery that wants to run. ``job`` is inserted if no row has its id, as for a bare ``send_task``.
 
-    A job that was created more than ``max_age_s`` ago expires instead. One that is ``stored``, because its row was
-    committed before its message was published, is never inserted: without a row it has ended and was pruned.
+    A job that was created more than ``max_age_s`` ago and has never run expires instead. One that is ``stored``,
+    because its row was committed before its message was published, is never inserted: without a row it has ended and
+    was pruned.
     """
 
     job: NewJob
@@ -291,7 +292,9 @@ def _end_before_start(
         return JobState.CANCELLED, None
     if job.deadline_at is not None and job.deadline_at <= now:
         return JobState.EXPIRED, EXPIRED_BEFORE_START
-    if max_age_s is not None and job.created_at + timedelta(seconds=max_age_s) <= now:
+    # What has run before waits again for another reason, such as a restart of its worker.
+    never_ran = job.attempt == 0
+    if never_ran and max_age_s is not None and job.created_at + timedelta(seconds=max_age_s) <= now:
         return JobState.EXPIRED, WAITED_TOO_LONG
     return None
 

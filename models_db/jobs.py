@@ -374,7 +374,8 @@ def retry_failed(
     """Queue terminal jobs again: the only way out of a terminal state. Give ``ids``, ``batch_id`` or both.
 
     Their results and errors are deleted, their attempts kept and counted on, a deadline that has passed is
-    dropped, and a finished batch among them is in progress again. The caller publishes their stored messages.
+    dropped, and a finished batch among them is in progress again. Those that have never run count as created now, or
+    what expired because it waited too long would expire again. The caller publishes their stored messages.
 
     Returns:
         The ids that are queued now, in the order of their creation.
@@ -397,7 +398,10 @@ def retry_failed(
     chosen = [job.id for job in lock_jobs(conn, candidates).values() if job.state in wanted]
     order: dict[str, datetime] = {}
     for some in chunked(chosen):
+        batches = conn.execute(select(Job.id, Job.created_at, Job.batch_id).where(Job.id.in_(some))).all()
+        order |= {row.id: row.created_at for row in batches}
         conn.execute(delete(Result).where(Result.job_id.in_(some)))
+        conn.execute(update(Job).where(Job.id.in_(some), Job.attempt == 0).values(created_at=now))
         conn.execute(update(Job).where(Job.id.in_(some), Job.deadline_at <= now).values(deadline_at=None))
         conn.execute(
             update(Job)
@@ -416,8 +420,6 @@ def retry_failed(
             )
         )
         recall_jobs(conn, some)
-        batches = conn.execute(select(Job.id, Job.created_at, Job.batch_id).where(Job.id.in_(some))).all()
-        order |= {row.id: row.created_at for row in batches}
         _reopen(conn, {row.batch_id for row in batches if row.batch_id is not None})
     return sorted(order, key=lambda job_id: (order[job_id], job_id))
 

@@ -23,6 +23,7 @@ from backend.api import (
 )
 from models_db.claims import WAITED_TOO_LONG, ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import WriterStoppedError
+from models_db.faults import summary
 from models_db.suspects import ClaimedSuspect
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
@@ -72,7 +73,7 @@ class Runs:
         claim_again: takes the deliveries of a run that lost the fence.
         on_death: told when the backend has died.
         announce: has messages of these jobs published, so that a delivery tells Celery how they ended.
-        max_age_s: a suspect that was created longer ago expires, as other jobs do when they are claimed.
+        max_age_s: a suspect that never ran and was created longer ago expires, as other jobs do when claimed.
         streams: where the tokens of jobs that ask for it go.
         book: keeps ends that the database has not taken yet.
     """
@@ -178,6 +179,7 @@ class Runs:
             self._finish(run, JobState.FAILED, error=asked.error)
         elif (
             self._max_age_s is not None
+            and claim.attempt == 1  # what has run before did not wait for a worker all the time
             and claim.created_at + timedelta(seconds=self._max_age_s) <= self._now()
         ):
             self._finish(run, JobState.EXPIRED, error=JobExpiredError(WAITED_TOO_LONG))
@@ -475,7 +477,8 @@ class Runs:
 
     def _on_released(self, run: Run, future: Future[bool]) -> None:
         if error := future.exception():
-            logger.error("Job %s is not released yet: %r", run.job_id, error)  # see workers.strays
+            # It is queued again by workers.strays.
+            logger.error("Job %s is not released yet: %s", run.job_id, summary(error))
         self._forget(run)
         if not run.deliveries:
             self._announce(

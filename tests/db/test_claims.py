@@ -11,6 +11,7 @@ from sqlalchemy import event, select
 
 from models_db.claims import (
     EXPIRED_BEFORE_START,
+    WAITED_TOO_LONG,
     ClaimItem,
     ClaimKind,
     FinishItem,
@@ -154,6 +155,23 @@ def test_a_deadline_that_has_passed_ends_the_job_in_place(fleet):
         assert (job_status(conn, "late").state, attempts(conn, "late")) == (JobState.EXPIRED, [])
     in_time = claim_one(fleet, "soon", "w1", now=at(9.999999))
     assert (in_time.kind, in_time.deadline_at) == (ClaimKind.CLAIMED, at(10))
+
+
+def test_only_a_job_that_never_ran_can_have_waited_too_long(fleet):
+    add_jobs(fleet, "handed back", "of the dead", "never ran")
+
+    def claim_both(worker, now, dead=()):
+        items = [ClaimItem(new_job(name), max_age_s=10) for name in ("handed back", "of the dead")]
+        with fleet.begin() as conn:
+            return [outcome.kind for outcome in claim(conn, items, worker, dead, now=now)]
+
+    assert claim_both("w1", at(1)) == [ClaimKind.CLAIMED] * 2
+    with fleet.begin() as conn:
+        assert release(conn, [ReleaseItem("handed back", 1)], "w1", now=at(2000)) == [True]
+    assert claim_both("w2", at(2001), dead=["w1"]) == [ClaimKind.CLAIMED] * 2
+    with fleet.begin() as conn:
+        (never,) = claim(conn, [ClaimItem(new_job("never ran"), max_age_s=10)], "w2", now=at(2001))
+    assert (never.kind, never.outcome.error_message) == (ClaimKind.TERMINAL, WAITED_TOO_LONG)
 
 
 def test_release_queues_the_job_again_for_anyone(fleet):

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.exc import StatementError
 
 from models_db.batches import create_batch, finish_batch_if_done, set_batch_state
-from models_db.claims import ClaimKind
+from models_db.claims import ClaimItem, ClaimKind, claim
 from models_db.errors import (
     DuplicateCustomIdError,
     DuplicateJobIdError,
@@ -305,6 +305,26 @@ def test_retry_replaces_the_result_and_says_what_it_needs(db):
             retry_failed(conn, ids=["a"], states=[JobState.RUNNING])
     claim_one(db, "a", "w")
     assert finish_one(db, "a", 2, "w")
+
+
+def test_a_retried_job_has_not_waited_since_it_was_created(db):
+    add_workers(db, "w")
+    add_jobs(db, "ran")
+    add_jobs(db, "waited", created_at=at(1))
+
+    def claim_all(now):
+        items = [ClaimItem(new_job(name), max_age_s=60) for name in ("ran", "waited")]
+        with db.begin() as conn:
+            return [outcome.kind for outcome in claim(conn, items, "w", now=now)]
+
+    claim_one(db, "ran", "w", now=at(1))
+    finish_one(db, "ran", 1, "w", JobState.FAILED, now=at(2))
+    assert claim_all(at(100)) == [ClaimKind.TERMINAL] * 2
+    with db.begin() as conn:
+        both = [JobState.FAILED, JobState.EXPIRED]
+        assert retry_failed(conn, ids=["waited", "ran"], states=both, at=at(200)) == ["ran", "waited"]
+        assert job_status(conn, "ran").created_at == T0
+    assert claim_all(at(250)) == [ClaimKind.CLAIMED] * 2
 
 
 def test_a_naive_time_is_refused(db):
