@@ -27,11 +27,11 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL)  # warm, cold, 
 
 
 def run_worker(settings: Settings, *, once: bool = False) -> int:
-    """Run workers until told to stop by SIGTERM or SIGINT; returns the exit code.
+    """Run workers until told to stop by SIGTERM, SIGINT or SIGQUIT; returns the exit code.
 
-    The first signal lets running jobs finish (``shutdown_grace_s``), the second hands them back at once, the
-    third kills. With ``once`` a worker that ends is not restarted and its exit code is returned. Must be called
-    on the main thread, because it handles signals.
+    The first signal lets running jobs finish (``shutdown_grace_s``), the second, or a SIGQUIT, hands them back at
+    once, the next one kills. With ``once`` a worker that ends is not restarted and its exit code is returned. Must
+    be called on the main thread, because it handles signals.
 
     Callbacks are sent from here, too: one sender a host, which no engine holds up or takes along when it dies.
 
@@ -40,9 +40,10 @@ def run_worker(settings: Settings, *, once: bool = False) -> int:
     """
     callbacks = start_sender(settings)
     supervisor = Supervisor(settings, once=once)
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+    previous = {number: signal.getsignal(number) for number in numbers}
     for number in previous:
-        signal.signal(number, lambda *_: supervisor.stop())
+        signal.signal(number, lambda number, _: supervisor.stop(cold=number == signal.SIGQUIT))
     try:
         return supervisor.run()
     finally:
@@ -96,9 +97,9 @@ class Supervisor:
         ]
         self._seats = self._seats or [_Seat("worker")]
 
-    def stop(self) -> None:
-        """Ask for a stop, each further time with more force. Safe in a signal handler."""
-        self._stops += 1
+    def stop(self, *, cold: bool = False) -> None:
+        """Ask for a stop, each further time with more force; ``cold`` skips the first. Safe in a signal handler."""
+        self._stops = max(self._stops, int(cold)) + 1
         self._wake.put(None)
 
     def run(self) -> int:
@@ -168,12 +169,14 @@ class Supervisor:
         logger.error("%s %s; starting again in %gs (failure %d)", seat.label, why, pause, seat.failures)
 
     def _forward_stops(self) -> None:
-        while self._forwarded < self._stops:
-            number = _STOP_SIGNALS[min(self._forwarded, len(_STOP_SIGNALS) - 1)]
-            self._forwarded += 1
-            for seat in self._seats:
-                if seat.process is not None:
-                    seat.process.send_signal(number)
+        stops = self._stops  # a signal may come at any moment
+        if stops == self._forwarded:
+            return
+        self._forwarded = stops
+        number = _STOP_SIGNALS[min(stops, len(_STOP_SIGNALS)) - 1]
+        for seat in self._seats:
+            if seat.process is not None:
+                seat.process.send_signal(number)
 
 
 def start_process(settings: Settings, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -58,3 +58,15 @@ def test_stopping_a_worker_with_short_and_long_jobs(
         assert fleet.app.AsyncResult(job_id).get(timeout=20)["completion_tokens"] == 25
     assert set(fleet.attempts(long[0])) == {AttemptOutcome.RELEASED}
     assert fleet.worker_states() == ["stopped"]
+
+
+def test_a_cold_stop_of_the_supervisor_is_one_of_its_worker(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(engine={"echo_tokens_per_s": 10, "max_num_seqs": 2}, shutdown_grace_s=600)
+    supervisor = fleet.supervisor()
+    job_id = fleet.submit("long", max_tokens=3000)
+    fleet.wait_state(job_id, JobState.RUNNING)
+    supervisor.signal(signal.SIGQUIT)
+    assert supervisor.wait() != -signal.SIGQUIT, "it waits for its worker, and ends by itself"
+    assert (fleet.state(job_id), fleet.attempts(job_id)) == (JobState.QUEUED, [AttemptOutcome.RELEASED])
+    assert (fleet.redis.unacked(), fleet.queued()) == (0, 1)
+    assert fleet.worker_states() == ["stopped"]

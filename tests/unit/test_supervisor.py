@@ -146,6 +146,29 @@ def test_each_further_stop_is_harder() -> None:
         assert world.processes[0].signals[-1] == expected
 
 
+def test_a_cold_stop_is_as_hard_as_two_and_signals_that_come_together_count_by_the_hardest() -> None:
+    for stops, expected in (
+        ([True], [signal.SIGQUIT]),
+        ([True, False], [signal.SIGQUIT, signal.SIGKILL]),
+        ([False, True], [signal.SIGTERM, signal.SIGQUIT]),
+        ([False, True, True], [signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL]),
+    ):
+        world = World([None])
+        supervisor = world.supervisor
+        supervisor._tend(supervisor._seats[0])
+        for cold in stops:
+            supervisor.stop(cold=cold)
+            supervisor._forward_stops()
+        assert world.processes[0].signals == expected
+    together = World([None])
+    together.supervisor._tend(together.supervisor._seats[0])
+    together.supervisor.stop()
+    together.supervisor.stop()
+    for _ in range(2):
+        together.supervisor._forward_stops()
+    assert together.processes[0].signals == [signal.SIGQUIT]
+
+
 STOPPED_ALL_THE_TIME = """
 import signal
 from workers.settings import load_settings
