@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -21,9 +22,11 @@ from workers.bulk_input import (
     CarriedLine,
     LineError,
     LineOptions,
-    carried_name,
     check_misspelt,
+    free_names,
+    has_meaning,
     is_field,
+    numbered,
     parse_object,
     raw_lines,
     read_carried,
@@ -36,6 +39,8 @@ from workers.serve.requests import parse_chat, parse_completion, refuse_in_batch
 
 Format = Literal["jsonl", "openai", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
+_PROMPTS = frozenset({"prompt", "messages", "token_ids"})
+_LOOKED_AT = 100  # lines that need not say which format they are of: broken ones
 _ROUTING = frozenset({"tenant", "priority", "deadline_s"})  # fields of ours that no body of OpenAI's has
 
 
@@ -67,19 +72,32 @@ class Shape:
 
 
 def guess_format(path: str, file: IO[bytes]) -> Format:
-    """By the name's ending; a JSONL file is OpenAI's when its first line has a ``url`` and a ``body``."""
+    """By the name's ending, else by the first line that tells; the file is at its beginning afterwards."""
     suffix = Path(path.removesuffix(".gz")).suffix.lower()
-    first = file.readline(1 << 20)
-    file.seek(0)
     if suffix == ".csv":
         return "csv"
-    if suffix in (".parquet", ".pq") or first.startswith(b"PAR1"):
+    begins = file.read(4)
+    file.seek(0)
+    if suffix in (".parquet", ".pq") or begins == b"PAR1":
         return "parquet"
+    told = map(_format_of, islice(numbered(file), _LOOKED_AT))
+    found: Format | None = next(filter(None, told), None)
+    file.seek(0)
+    return found or "jsonl"
+
+
+def _format_of(numbered_line: tuple[int, bytes | None]) -> Literal["jsonl", "openai"] | None:
+    """What the line shows its file to be: a prompt is of ours, a ``url`` and a ``body`` are of OpenAI's."""
+    number, raw = numbered_line
     try:
-        data = json.loads(first.decode("utf-8-sig"))
+        data = json.loads((raw or b"").decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    if _PROMPTS & data.keys():
         return "jsonl"
-    return "openai" if isinstance(data, dict) and {"url", "body"} <= data.keys() else "jsonl"
+    return "openai" if {"url", "body"} <= data.keys() else None
 
 
 def check_shape(shape: Shape, file: IO[bytes]) -> None:
@@ -126,7 +144,7 @@ def check_shape(shape: Shape, file: IO[bytes]) -> None:
                 value=name,
                 fix="Correct the name",
             )
-    if shape.template is None and not {"prompt", "token_ids", "messages"} & set(columns):
+    if shape.template is None and not _PROMPTS & set(columns):
         raise RequestError(
             f"is needed: the file has no column 'prompt' (it has: {', '.join(columns)})",
             field="--template",
@@ -186,11 +204,12 @@ def read_rows(
         parse = partial(_parse_openai, endpoint=shape.endpoint) if shape.format == "openai" else parse_object
         yield from raw_lines(file, options, parse, after=after)
         return
+    called = _carried_names(column_names(shape.format, file), shape)
     for number, row in enumerate(table_rows(shape.format, file), 1):
         if options.limit is not None and number > options.limit:
             return
         if number > after:
-            yield _parse_row(number, row, shape, options)
+            yield _parse_row(number, row, shape, options, called)
 
 
 def read_carried_rows(file: IO[bytes], shape: Shape, options: LineOptions) -> Iterator[CarriedLine]:
@@ -265,14 +284,24 @@ def fault_of_default(name: str, value: object, model: object) -> str | None:
 # --------------------------------------------------------------------------------------------------------- tables
 
 
-def _parse_row(number: int, row: TableRow, shape: Shape, options: LineOptions) -> BulkLine | LineError:
+def _carried_names(columns: Sequence[str], shape: Shape) -> Mapping[str, str]:
+    """What the columns that are carried through are called in the output: the same in every row, and all different."""
+
+    def is_used(name: str) -> bool:
+        if name == "custom_id":
+            return shape.id_column in (None, name)
+        # Beside a template, the columns are its matter, whatever they are called.
+        return shape.template is None and is_field(name)
+
+    return free_names([name for name in columns if not is_used(name)], lambda name: not has_meaning(name))
+
+
+def _parse_row(
+    number: int, row: TableRow, shape: Shape, options: LineOptions, called: Mapping[str, str]
+) -> BulkLine | LineError:
     cells = {name: value for name, value in row.cells.items() if not _is_null(value)}
     given = {name: value for name, value in cells.items() if value != ""}
-    if shape.template is None:
-        carried = {carried_name(name): value for name, value in given.items() if not is_field(name)}
-    else:  # the columns are the template's matter, whatever they are called
-        carried = {carried_name(name): value for name, value in given.items() if name != "custom_id"}
-    extra = {name: json_safe(value) for name, value in carried.items()}
+    extra = {called[name]: json_safe(value) for name, value in given.items() if name in called}
     custom_id = None
     try:
         custom_id = _id_of(number, row, given, shape)

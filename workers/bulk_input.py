@@ -132,7 +132,7 @@ def raw_lines(
     file: IO[bytes], options: LineOptions, parse: ParseObject, *, after: int = 0
 ) -> Iterator[BulkLine | LineError]:
     """``read_lines`` for any kind of JSON object."""
-    for number, raw in islice(_numbered(file), options.limit):
+    for number, raw in islice(numbered(file), options.limit):
         if number <= after:
             continue
         if raw is None:
@@ -143,7 +143,7 @@ def raw_lines(
             yield parse_line(number, raw, options, parse)
 
 
-def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
     """The lines that are not blank, with their numbers; in place of one that is too long, ``None``."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES):
@@ -242,7 +242,7 @@ def validate(rows: Iterable[BulkLine | LineError], *, shown_errors: int = SHOWN_
 
 def read_carried(file: IO[bytes]) -> Iterator[CarriedLine]:
     """The ids and other keys of a file that was validated before; lines gone bad since are left out."""
-    for number, raw in _numbered(file):
+    for number, raw in numbered(file):
         try:
             data = json.loads((raw or b"").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError):
@@ -310,10 +310,26 @@ def is_field(name: str) -> bool:
     return name in _FIELDS
 
 
-def carried_name(column: str) -> str:
-    """What a table's column is called in the output, where its own name could be taken for something else."""
-    taken = is_field(column) or column in OUTPUT_FIELDS or _meant(column) is not None
-    return f"input_{column}" if taken else column
+def has_meaning(name: str) -> bool:
+    """Whether a carried key of this name could be taken for something else in the output."""
+    return is_field(name) or name in OUTPUT_FIELDS or _meant(name) is not None
+
+
+def free_names(names: Sequence[str], keeps: Callable[[str], bool]) -> Mapping[str, str]:
+    """What each is called: its own name if it ``keeps`` it, else one with ``input_`` before it, as often as it takes.
+
+    No two are called the same.
+    """
+    called = {name: name for name in names if keeps(name)}
+    taken = set(called)
+    for name in names:
+        if name not in called:
+            free = f"input_{name}"
+            while free in taken:
+                free = f"input_{free}"
+            called[name] = free
+            taken.add(free)
+    return called
 
 
 def check_misspelt(key: str) -> None:
@@ -344,7 +360,9 @@ def _check_extra(key: str, value: Any, *, strict: bool) -> None:
 
 @lru_cache(maxsize=1024)  # the same few keys come in every line, and comparing is the dearest part of a line
 def _meant(key: str) -> str | None:
-    """The field that the key looks like, if it looks like one."""
+    """The field that the key looks like, if it looks like one; what we call carried keys is no misspelling."""
+    if key.startswith("input_"):
+        return None
     lowered = key.lower().replace("-", "_")
     return next(iter(difflib.get_close_matches(lowered, _FIELDS, n=1, cutoff=_MISSPELT)), None)
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from backend.api import RequestError
 from workers.bulk_formats import Shape, check_shape, fill_template, guess_format, read_rows, template_columns
-from workers.bulk_input import BulkLine, LineError, LineOptions
+from workers.bulk_input import OUTPUT_FIELDS, BulkLine, LineError, LineOptions
+from workers.payload import GeneratePayload
 
 OPTIONS = LineOptions(defaults={"model": "smollm2"})
 TABLE = [
@@ -205,6 +206,72 @@ def test_the_format_is_told_from_the_file(tmp_path: Path) -> None:
     assert guess_format("x.parquet", io.BytesIO()) == "parquet"
     assert guess_format("x.jsonl", jsonl_of({"custom_id": "a", "prompt": "b"})) == "jsonl"
     assert guess_format("-", io.BytesIO(b"garbage")) == "jsonl"
+
+
+OURS = json.dumps({"custom_id": "a", "url": "https://example.org", "body": "text", "prompt": "b"}).encode()
+LONG = json.dumps(openai_line("a", messages=[{"role": "user", "content": "x" * (2 << 20)}])).encode()
+SHORT = json.dumps(openai_line("b")).encode()
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([b"", b"  ", SHORT], "openai"),
+        ([LONG, SHORT], "openai"),
+        ([b"{oops", SHORT], "openai"),
+        ([b"\xff", b"[1]", b'{"custom_id": "no url"}', SHORT], "openai"),
+        ([b"\xef\xbb\xbf" + SHORT], "openai"),
+        ([OURS, SHORT], "jsonl"),
+        ([b"", b"{oops"], "jsonl"),
+    ],
+)
+def test_the_first_line_that_tells_decides_on_the_format(lines: list[bytes], expected: str) -> None:
+    file = io.BytesIO(b"\n".join(lines))
+    assert guess_format("batch.jsonl", file) == expected
+    assert file.tell() == 0
+
+
+def test_a_line_that_is_too_long_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.bulk_input.MAX_LINE_BYTES", len(SHORT) + 1)
+    assert guess_format("batch.jsonl", io.BytesIO(OURS * 3 + b"\n" + SHORT + b"\n")) == "openai"
+
+
+MEANINGS = [*GeneratePayload.model_fields, *OUTPUT_FIELDS, "max_token", "line", "note"]
+COLUMNS = st.tuples(st.sampled_from(["", "input_", "input_input_"]), st.sampled_from(MEANINGS)).map("".join)
+
+
+@given(st.lists(COLUMNS, min_size=1, max_size=12, unique=True), st.booleans())
+def test_every_column_of_a_table_comes_out_under_a_name_of_its_own(columns: list[str], named: bool) -> None:
+    table = [{name: f"{row}-{name}" for name in columns} for row in ("one", "two")]
+    for name in columns[1:]:
+        table[1][name] = ""
+    shape = Shape("csv", template=f"{{{columns[0]}}}", id_column=columns[0] if named else None)
+    whole, bare = read_rows(csv_of(table), shape, OPTIONS)
+    assert isinstance(whole, BulkLine)
+    assert isinstance(bare, BulkLine)
+    used = set() if named else {"one-custom_id"}
+    if columns[0] == "custom_id":
+        used = {"one-custom_id"}  # it is the id, however that was said
+    assert sorted(whole.extra.values()) == sorted({*table[0].values()} - used)
+    assert bare.extra.keys() <= whole.extra.keys(), "an empty cell gives no other column its name"
+    assert [value.removeprefix("two-") for value in bare.extra.values()] in ([columns[0]], [])
+
+
+def test_a_column_with_a_meaning_gets_a_name_that_no_other_has() -> None:
+    file = csv_of([{"id": "a", "text": "one", "input_text": "two", "custom_id": "c", "top_k": "5"}])
+    (row,) = read_rows(file, Shape("csv", template="{text}", id_column="id"), OPTIONS)
+    assert row.custom_id == "a"
+    assert row.extra == {
+        "id": "a",
+        "input_input_text": "one",
+        "input_text": "two",
+        "input_custom_id": "c",
+        "input_top_k": "5",
+    }
+    (row,) = read_rows(
+        csv_of([{"id": "a", "prompt": "x", "custom_id": "c"}]), Shape("csv", id_column="id"), OPTIONS
+    )
+    assert (row.custom_id, row.extra) == ("a", {"id": "a", "input_custom_id": "c"})
 
 
 names = st.text(
