@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from enum import StrEnum
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from models_db.errors import DatabaseUnavailableError
 
@@ -14,44 +16,129 @@ class Fault(StrEnum):
     """What to do about an error."""
 
     AWAY = "away"  # the database cannot be reached or cannot write: wait, then do the same again
-    TRANSIENT = "transient"  # lost a race for locks: roll back and do the same again
+    TRANSIENT = (
+        "transient"  # this statement met a lock, a limit or an operator: roll back and do the same again
+    )
     OTHER = "other"  # doing the same again would fail the same way
 
 
 # Classes and codes of PostgreSQL's SQLSTATE.
-_PG_AWAY = ("08", "53", "57P", "58", "25006")  # connection, resources, shutdown, system, read-only stand-by
-_PG_TRANSIENT = ("40", "55P03")  # serialization failure or deadlock, lock not available
+_PG_TRANSIENT = (
+    "26000",  # no such prepared statement, and 42P05, one too many: a pooler has given the session to others
+    "42P05",
+    "40",  # serialization failure, deadlock
+    "53200",  # out of memory, also of that for locks
+    "53400",  # a limit of the configuration, such as of temporary files
+    "55006",  # the object is in use
+    "55P03",  # lock not available
+    "57014",  # cancelled: statement_timeout, pg_cancel_backend
+    "72000",  # snapshot too old
+)
+_PG_AWAY = (
+    "08",  # connection
+    "25006",  # read-only: a stand-by, or a primary that has become one
+    "25P03",  # ended for its idleness in a transaction, or (25P04) for the transaction's age
+    "25P04",
+    "53",  # disk full, too many connections
+    "57",  # shutdown, crash, start
+    "58",  # errors of the system beneath it
+)
 
-# Error numbers of MariaDB's server (1xxx) and of its clients (2xxx).
+# Error numbers of MariaDB's and MySQL's servers (1xxx, 3xxx, 4xxx), of their clients (2xxx) and of files (below 100).
+_MARIADB_TRANSIENT = {
+    1,  # a file cannot be made, and 5: no memory
+    5,
+    1020,  # the record has changed since it was read
+    1028,  # a sort was aborted
+    1030,  # the engine's own error, such as 28 for a full disk
+    1037,  # out of memory, of that for sorting, of any resource
+    1038,
+    1041,
+    1180,  # an error during the commit
+    1205,  # lock wait timeout
+    1206,  # no room for more locks
+    1213,  # deadlock; also a conflict between Galera's nodes
+    1297,  # temporary error of the engine
+    1317,  # interrupted: KILL QUERY
+    1412,  # the table's definition has changed
+    1615,  # a prepared statement has to be prepared again
+    1637,  # too many transactions at once
+    1878,  # a temporary file cannot be written
+    1969,  # max_statement_time, and 3024 of MySQL
+    3024,
+    3572,  # NOWAIT met a lock
+}
 _MARIADB_AWAY = {
+    0,  # the client has closed the connection
+    3,  # a file cannot be written, and 20, 1021, 1026, 1114: the disk or the table is full
+    20,
     1021,
-    1040,
-    1053,
+    1026,
+    1114,
+    1040,  # too many connections, of the server, 1203 and 1226 of the user
+    1203,
+    1226,
+    1042,  # a connection cannot be begun
+    1043,
+    1047,  # a node of Galera that is not ready
+    1053,  # shutdown
     1077,
-    1129,
+    1079,
+    1080,
+    1129,  # the host is blocked after too many errors
+    1135,  # no thread for the connection
+    1152,  # the connection was cut, in various ways
     1158,
     1159,
     1160,
     1161,
-    1203,
-    1290,
-    1792,
+    1184,
     1927,
+    3169,
+    4031,
+    1290,  # read-only: the server, 1792 the transaction, 1836 and 1874 the engine
+    1792,
+    1836,
+    1874,
+    2002,
     2003,
+    2005,
     2006,
     2013,
+    2014,
+    2055,
 }
-_MARIADB_TRANSIENT = {1020, 1205, 1213}
 _MARIADB_TOO_LARGE = 1153  # it hangs up afterwards, but would do so again
 
-_SQLITE_AWAY = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY}
-_SQLITE_TRANSIENT = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_SQLITE_TRANSIENT = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PROTOCOL,  # a race for the lock of the write-ahead log
+    sqlite3.SQLITE_SCHEMA,  # which has changed meanwhile
+}
+_SQLITE_AWAY = {
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+
+# What servers quote of a row within the first line of a message.
+_QUOTED = (
+    re.compile(r"(\b(?:entry|value:?) )(?:'.*'(?= for (?:key|column) )|'.*)", re.IGNORECASE),
+    re.compile(r"(\b(?:invalid|malformed|out of range)\b[^\"]*: )\".*", re.IGNORECASE),
+)
 
 
 def classify(error: BaseException) -> Fault:
     """Sort an error raised by a statement, a commit or a connection attempt."""
     if isinstance(error, DatabaseUnavailableError):
         return Fault.AWAY
+    if isinstance(error, PoolTimeoutError):
+        return Fault.TRANSIENT  # every connection of this process is in use
     if not isinstance(error, DBAPIError):
         return Fault.OTHER
     original = error.orig
@@ -74,8 +161,10 @@ def classify(error: BaseException) -> Fault:
 
 
 def summary(error: BaseException) -> str:
-    """The error for a log: its type and first line. Further lines of a driver may quote a row, with its texts."""
+    """The error for a log: its type and first line, without what that quotes of a row; further lines may quote more."""
     first_line = str(error).strip().split("\n", 1)[0]
+    for quoted in _QUOTED:
+        first_line = quoted.sub(r"\1...", first_line)
     return f"{type(error).__name__}: {first_line[:300]}"
 
 
@@ -92,4 +181,5 @@ def refusal(error: BaseException) -> str:
 
 
 def _pick(away: bool, transient: bool) -> Fault:
-    return Fault.AWAY if away else Fault.TRANSIENT if transient else Fault.OTHER
+    """The narrower one where both are true."""
+    return Fault.TRANSIENT if transient else Fault.AWAY if away else Fault.OTHER

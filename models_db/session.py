@@ -131,11 +131,11 @@ def transaction(
     tries: int = 6,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Run ``work`` in a transaction and commit; again after a deadlock or a lock that timed out.
+    """Run ``work`` in a transaction and commit; again where a statement lost a race or was cut short.
 
     Raises:
         CommitUnknownError: the connection was lost at the commit: all of it is stored, or nothing.
-        DatabaseUnavailableError: the database does not answer, or every try lost the race for its locks; nothing is
+        DatabaseUnavailableError: the database does not answer, or every try met a lock or a limit; nothing is
             stored.
     """
     for number in range(1, tries + 1):
@@ -156,7 +156,7 @@ def transaction(
                 raise
             if number == tries:
                 raise DatabaseUnavailableError(
-                    f"database {redact(engine.url)} is too busy: {tries} tries met a lock. "
+                    f"database {redact(engine.url)} is too busy: {tries} tries met a lock or a limit ({summary(exc)}). "
                     "Try again later, or look for a long transaction there"
                 ) from exc
             sleep(0.01 * 2**number)

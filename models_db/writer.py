@@ -43,7 +43,7 @@ GATHER_STEP_S = 0.003  # a batch is complete when nothing more has come for so l
 LONGEST_GATHER_S = 0.03
 MAX_BREAKS = 5  # times that a large batch may break a connection that works before it is held to be the cause
 LARGE_BYTES = 1_000_000
-LOSSES_TOGETHER = 3  # times that a batch may lose a race for locks before it is taken apart
+LOSSES_TOGETHER = 3  # times that a batch may meet a lock or a limit before it is taken apart
 
 
 class _Kind(Enum):
@@ -99,7 +99,7 @@ class _Batch:
     now: datetime | None = None  # of its first try; stays the same, so that a replay recognises its own rows
     replay: bool = False  # a commit may have gone through although its answer got lost
     breaks: int = 0
-    losses: int = 0  # of races for locks
+    losses: int = 0  # times that it met a lock or a limit
     due: float = 0.0  # when it may be tried again, on the writer's clock
 
     def part(self, ops: list[_Op]) -> _Batch:
@@ -133,9 +133,9 @@ class DatabaseThread:
 
     Every method returns a ``Future`` at once; its callbacks run on this thread and must be quick. Operations that
     wait together have no order among each other: wait for the future of one that another depends on. An operation
-    that the database refuses fails alone, with its own error. One that waits for a lock of somebody else's is tried
-    again for as long as that takes, and others go on meanwhile, heartbeats first. While the database is away everything
-    waits, and nothing is lost; ``healthy`` and ``on_health`` tell.
+    that the database refuses fails alone, with its own error. One that waits for a lock of somebody else's, or whose
+    statement is cancelled, is tried again for as long as that takes, and others go on meanwhile, heartbeats first.
+    While the database is away everything waits, and nothing is lost; ``healthy`` and ``on_health`` tell.
 
     Args:
         engine: from ``models_db.session.make_engine``; one of its connections stays in use.
@@ -182,7 +182,7 @@ class DatabaseThread:
         self._urgent: deque[_Op] = deque()
         self._waiting: deque[_Op] = deque()
         self._alone: deque[_Batch] = deque()  # what shared a batch with an operation that failed
-        self._locked: list[_Batch] = []  # what lost a race for locks, until it is due again
+        self._locked: list[_Batch] = []  # what met a lock or a limit, until it is due again
         self._in_flight = 0
         self._stopping = False
         self._left_behind = False
@@ -430,16 +430,17 @@ class DatabaseThread:
             self._alone.extendleft(reversed(batch.parts()))
 
     def _put_off(self, batch: _Batch, error: Exception) -> None:
-        """Try a batch that could not get its locks again a little later; after a few times in parts."""
+        """Try a batch that met a lock or was cut short again a little later; after a few times in parts."""
         batch.losses += 1
         large = len(batch.ops) > 1
         if batch.losses == LOSSES_TOGETHER and large:
-            logger.warning("%d operations cannot get their locks: %s", len(batch.ops), summary(error))
+            logger.warning("%d operations cannot get through together: %s", len(batch.ops), summary(error))
         elif batch.losses > LOSSES_TOGETHER and not large and batch.losses & (batch.losses - 1) == 0:
             logger.warning(
-                "%s has met a lock %d times; look for a long transaction in the database",
+                "%s has met a lock or a limit %d times; look for a long transaction in the database (%s)",
                 batch.ops[0],
                 batch.losses,
+                summary(error),
             )
         beats = any(op.kind is _Kind.HEARTBEAT for op in batch.ops)
         pieces = batch.parts() if large and (beats or batch.losses >= LOSSES_TOGETHER) else [batch]
@@ -498,7 +499,7 @@ class DatabaseThread:
 
 def _stopped(cause: BaseException | None) -> WriterStoppedError:
     error = WriterStoppedError(
-        "the database thread stopped before this was committed" + (f" ({cause})" if cause else "")
+        "the database thread stopped before this was committed" + (f" ({summary(cause)})" if cause else "")
     )
     error.__cause__ = cause
     return error

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from sqlalchemy import insert, select, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, TimeoutError
 
 from models_db.base import dump_json
 from models_db.errors import DatabaseUnavailableError, DatabaseUrlError
@@ -220,35 +220,72 @@ def _sqlite_error(code):
     return error
 
 
+_FAULTS = {
+    Fault.AWAY: [
+        *map(_PostgresError, ("08000", "08006", "25006", "25P03", "25P04", "53000", "53100", "53300", None)),
+        *map(_PostgresError, ("57000", "57P01", "57P02", "57P03", "57P05", "58030")),
+        *(Exception(number, "no space, connections or server") for number in (3, 20, 1021, 1026, 1114)),
+        *(
+            Exception(number, "no connection")
+            for number in (0, 1040, 1047, 1053, 1203, 1226, 1927, 2006, 2013)
+        ),
+        *(Exception(number, "read-only") for number in (1290, 1792, 1836, 1874)),
+        _MariadbError(1021, "HY000"),
+        _MariadbError(1203, "42000"),
+        *map(_sqlite_error, (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR | 3 << 8, sqlite3.SQLITE_READONLY)),
+    ],
+    Fault.TRANSIENT: [
+        *map(_PostgresError, ("40001", "40P01", "55P03", "55006", "72000")),
+        *map(_PostgresError, ("57014", "53200", "53400", "26000", "42P05")),
+        *(Exception(number, "lock or race") for number in (1020, 1205, 1206, 1213, 1412, 1615, 3572)),
+        *(Exception(number, "cancelled") for number in (1028, 1317, 1969, 3024)),
+        *(Exception(number, "no memory, file or resource") for number in (5, 1030, 1037, 1038, 1041, 1878)),
+        _MariadbError(1205, "HY000"),
+        _MariadbError(1317, "70100"),
+        *map(_sqlite_error, (sqlite3.SQLITE_BUSY | 2 << 8, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT)),
+        _sqlite_error(sqlite3.SQLITE_NOMEM),
+    ],
+    Fault.OTHER: [
+        *map(_PostgresError, ("22021", "23502", "23505", "42501", "42P01", "54000", "P0001")),
+        *(Exception(number, "the row's own fault") for number in (1048, 1062, 1153, 1366, 1406, 1644)),
+        _MariadbError(1406, "22001"),
+        *map(_sqlite_error, (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_TOOBIG)),
+    ],
+}
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_errors_are_sorted_by_what_to_do(fault):
+    for original in _FAULTS[fault]:
+        error = OperationalError("SELECT 1", {}, original)
+        assert classify(error) is fault, (vars(original), original)
+
+
+def test_a_pool_without_a_free_connection_is_waited_for():
+    assert classify(TimeoutError("QueuePool limit of size 5 overflow 10 reached")) is Fault.TRANSIENT
+
+
 @pytest.mark.parametrize(
-    ("original", "fault"),
+    ("text", "kept"),
     [
-        (_PostgresError("57P01"), Fault.AWAY),
-        (_PostgresError("08006"), Fault.AWAY),
-        (_PostgresError("53100"), Fault.AWAY),
-        (_PostgresError("25006"), Fault.AWAY),
-        (_PostgresError("40P01"), Fault.TRANSIENT),
-        (_PostgresError("55P03"), Fault.TRANSIENT),
-        (_PostgresError("22021"), Fault.OTHER),
-        (_PostgresError("57014"), Fault.OTHER),
-        (_PostgresError(None), Fault.AWAY),
-        (Exception(2013, "lost"), Fault.AWAY),
-        (Exception(1290, "read only"), Fault.AWAY),
-        (Exception(1213, "deadlock"), Fault.TRANSIENT),
-        (Exception(1205, "lock wait"), Fault.TRANSIENT),
-        (_MariadbError(1205, "HY000"), Fault.TRANSIENT),
-        (_MariadbError(1021, "HY000"), Fault.AWAY),
-        (_MariadbError(1203, "42000"), Fault.AWAY),
-        (_MariadbError(1406, "22001"), Fault.OTHER),
-        (Exception(1406, "too long"), Fault.OTHER),
-        (Exception(1153, "packet too large"), Fault.OTHER),
-        (_sqlite_error(sqlite3.SQLITE_BUSY | 2 << 8), Fault.TRANSIENT),
-        (_sqlite_error(sqlite3.SQLITE_FULL), Fault.AWAY),
-        (_sqlite_error(sqlite3.SQLITE_ERROR), Fault.OTHER),
+        (
+            'null value in column "state"\nDETAIL:  Failing row contains (secret).',
+            'null value in column "state"',
+        ),
+        ('invalid input syntax for type integer: "secret"', "invalid input syntax for type integer: ..."),
+        ('invalid input syntax for type json: "a\nsecret"', "invalid input syntax for type json: ..."),
+        ("(1062, \"Duplicate entry 'a' for secret' for key 'uq_job'\")", "entry ... for key 'uq_job'"),
+        (
+            "(1366, \"Incorrect string value: 'secret' for column `db`.`text`\")",
+            "value: ... for column `db`.`text`",
+        ),
+        ("(1292, \"Truncated incorrect DOUBLE value: 'secret", "DOUBLE value: ..."),
     ],
 )
-def test_errors_are_sorted_by_what_to_do(original, fault):
-    assert classify(OperationalError("SELECT 1", {}, original)) is fault
+def test_a_summary_says_what_is_wrong_without_the_row(text, kept):
+    said = summary(OperationalError("UPDATE", {}, Exception(text)))
+    assert "secret" not in said
+    assert kept in said
 
 
 def test_errors_quote_no_prompts(db):

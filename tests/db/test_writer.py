@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import pytest
@@ -289,7 +289,37 @@ def test_a_locked_row_holds_up_nothing_else(db, kind, caplog):
         assert get(locked).kind is ClaimKind.CLAIMED
         assert thread.stop()
     engine.dispose()
-    assert "cannot get their locks" in caplog.text
+    assert "cannot get through together" in caplog.text
+
+
+def test_a_cancelled_statement_ends_no_job(db, kind):
+    """By an operator, or by the server's limit for statements: the same statement goes through a little later."""
+    if kind == "sqlite":
+        return
+    who, cancel = {
+        "postgresql": ("SELECT pg_backend_pid()", "SELECT pg_cancel_backend({})"),
+        "mariadb": ("SELECT CONNECTION_ID()", "KILL QUERY {}"),
+    }[kind]
+    add_workers(db, "w")
+    add_jobs(db, "j")
+    claim_one(db, "j", "w")
+    cancelled = threading.Event()
+    event.listen(db, "handle_error", lambda _context: cancelled.set())
+    with db.begin() as holder, db.connect() as operator, running(db) as thread:
+        number = get(thread.call(lambda conn: conn.scalar(text(who))))
+        holder.execute(select(Job.id).where(Job.id == "j").with_for_update())
+        finished = thread.finish(success("j"))
+        for _ in range(100 * LIMIT_S):
+            with suppress(OperationalError):  # MariaDB: nothing runs there yet
+                operator.execute(text(cancel.format(number)))
+            if cancelled.wait(0.01):
+                break
+        assert cancelled.is_set()
+        holder.rollback()
+        assert get(finished) is True
+        assert thread.healthy
+    with db.connect() as conn:
+        assert job_states(conn, ["j"]) == {"j": JobState.SUCCEEDED}
 
 
 def test_stopping_waits_for_a_lock_and_gives_up_in_time(db, kind):
