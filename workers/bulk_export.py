@@ -1,13 +1,14 @@
-"""A batch out of SQL into two files, in the order of its input: results, and errors."""
+"""A batch out of SQL into files: results and errors, in the order of its input, and a manifest that counts them."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,9 +18,10 @@ from backend.api import FinishReason, RequestError
 from models_db.batch_rows import BatchRow, iter_batch_rows
 from models_db.scratch import scratch_file
 from models_db.tables import JobState
-from workers.bulk_input import CarriedLine
+from workers.bulk_input import CarriedLine, free_names
 
 _OTHER_FORMATS = frozenset({".parquet", ".pq", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".xz", ".bz2", ".zip"})
+_OF_ERRORS = ("line", "state", "error")  # a line of errors has these beside what an answer may have
 _ENDED_WITHOUT = {
     JobState.QUEUED: ("not_finished", "the job is still queued"),
     JobState.RUNNING: ("not_finished", "the job is still running"),
@@ -55,6 +57,15 @@ def errors_path_for(output: Path) -> Path:
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
+def manifest_path_for(output: Path) -> Path:
+    """``out.jsonl`` → ``out.manifest.json``."""
+    return output.with_name(f"{output.stem}.manifest.json")
+
+
+def _written(output: Path) -> Sequence[Path]:
+    return output, errors_path_for(output), manifest_path_for(output)
+
+
 def check_output(output: Path, source: Path | None = None) -> None:
     """Find out before the work whether the output can be written.
 
@@ -63,9 +74,7 @@ def check_output(output: Path, source: Path | None = None) -> None:
             or is the input itself.
     """
 
-    def refused(why: str, fix: str) -> RequestError:
-        return RequestError(f"{output} {why}", field="--output", fix=fix)
-
+    refused = partial(_refused, output)
     if str(output) == "-":
         raise refused("would be standard output, and failures go beside the answers", "Name a file")
     folder = output.absolute().parent
@@ -75,15 +84,39 @@ def check_output(output: Path, source: Path | None = None) -> None:
         raise refused("is a folder", "Name a file in it")
     if output.suffix.lower() in _OTHER_FORMATS:
         raise refused("would hold JSON lines under a name that says otherwise", "Call it NAME.jsonl")
-    targets = (output.resolve(), errors_path_for(output).resolve())
-    for target in targets:
+    for target in (path.resolve() for path in _written(output)):
         # The finished file takes the place of what is there, and a device must not be lost to that.
         if target.exists() and not target.is_file():
             raise refused(f"would replace {target}, which is no plain file", "Choose another name")
     if not os.access(folder, os.W_OK):
         raise refused(f"lies in the folder {folder}, which is not writable", "Choose another one")
-    if source is not None and source.resolve() in targets:
-        raise refused("would overwrite the input", "Choose another name")
+    if source is not None:
+        check_not_input(output, source)
+
+
+def check_not_input(output: Path, source: Path) -> None:
+    """Find out before the work whether one of the files would take the place of the input.
+
+    Raises:
+        RequestError: one would.
+    """
+    for path in _written(output):
+        if _is_same(path, source):
+            by = "" if path == output else f" by {path.name}, which goes beside it"
+            raise _refused(output, f"would overwrite the input{by}", "Choose another name")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    if one.resolve() == other.resolve():
+        return True
+    try:
+        return one.samefile(other)  # where upper and lower case are one
+    except OSError:
+        return False
+
+
+def _refused(output: Path, why: str, fix: str) -> RequestError:
+    return RequestError(f"{output} {why}", field="--output", fix=fix)
 
 
 def export_batch(
@@ -94,22 +127,30 @@ def export_batch(
     carried: Iterator[CarriedLine] | None = None,
     line: LineWriter | None = None,
     by_completion: bool = False,
+    manifest: Callable[[Exported], Mapping[str, Any]] | None = None,
 ) -> Exported:
     """Write the batch's results to ``output`` and every other line to ``errors_path_for(output)``.
 
-    Both files appear whole or not at all, one after the other. Rows stream, so memory stays bounded.
+    The files appear whole or not at all, one after the other, the manifest last of all; one that was there goes before
+    the first. So where a manifest is, the other two files are those that it counts. Rows stream, so memory stays
+    bounded.
 
     Args:
         carried: the input's ids and own keys, in its order, to carry them through.
         line: makes the lines, ours unless given.
         by_completion: in the order in which they ended, instead of the input's.
+        manifest: makes what ``manifest_path_for(output)`` holds.
     """
-    with ExitStack() as files:
-        results = files.enter_context(atomic_write(output))
-        errors = files.enter_context(atomic_write(errors_path_for(output)))
-        return write_rows(
+    counted = manifest_path_for(output)
+    paths = [errors_path_for(output), output, *([] if manifest is None else [counted])]
+    with atomic_write(*paths, first=partial(counted.unlink, missing_ok=True)) as (errors, results, *more):
+        exported = write_rows(
             connection, batch_id, results, errors, carried=carried, line=line, by_completion=by_completion
         )
+        if manifest is not None:
+            json.dump(manifest(exported), more[0], ensure_ascii=False, indent=2)
+            more[0].write("\n")
+    return exported
 
 
 def write_rows(
@@ -180,15 +221,6 @@ def our_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
     return result_line(row, extra) if is_answered(row) else error_line(row, extra)
 
 
-def write_manifest(output: Path, manifest: Mapping[str, Any]) -> Path:
-    """Write what was run beside the output, last of all: where it is, the other two files are complete."""
-    path = output.with_name(f"{output.stem}.manifest.json")
-    with atomic_write(path) as file:
-        json.dump(manifest, file, ensure_ascii=False, indent=2)
-        file.write("\n")
-    return path
-
-
 def result_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
     """A line of the output; what was not asked for (token ids, logprobs) or does not apply is left out."""
     result = row.result
@@ -221,7 +253,7 @@ def error_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
     part = row.result
     made = {
         "custom_id": row.custom_id,
-        **extra,
+        **_beside(extra, _OF_ERRORS),
         "line": row.position,
         "state": str(state_of(row)),
         "error": error_of(row),
@@ -229,6 +261,12 @@ def error_line(row: BatchRow, extra: Mapping[str, Any]) -> dict[str, Any]:
         "job_id": row.job_id,
     }
     return made if part is None else made | {"text": part.text, "finish_reason": part.finish_reason}
+
+
+def _beside(extra: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
+    """The carried keys, under other names where a line has fields of theirs."""
+    called = free_names([*extra], lambda key: key not in fields)
+    return {called[key]: value for key, value in extra.items()}
 
 
 def state_of(row: BatchRow) -> JobState:
@@ -246,22 +284,38 @@ def error_of(row: BatchRow) -> dict[str, str]:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[IO[str]]:
-    """A text file that replaces ``path`` when the block ends well, and otherwise leaves no trace."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+def atomic_write(*paths: Path, first: Callable[[], object] | None = None) -> Iterator[Sequence[IO[str]]]:
+    """Text files that replace ``paths``, in this order, when the block ends well, and otherwise leave no trace.
+
+    Args:
+        first: called when all of them are on the disk, before the first one is replaced.
+    """
+    drafts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths}
+    names: dict[str | None, Path] = {str(draft): path for path, draft in drafts.items()}
+    names[None] = paths[0]  # a full disk does not say what was to be written
     try:
-        with draft.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(draft.open("w", encoding="utf-8", newline="\n"))
+                for draft in drafts.values()
+            ]
+            yield files
+            for path, file in zip(paths, files, strict=True):
+                names[None] = path
+                file.flush()
+                os.fsync(file.fileno())
+        if first is not None:
+            first()
+        for path, draft in drafts.items():
+            os.replace(draft, path)
     except OSError as error:
-        # A full disk does not say what was to be written; what has no number is none of the system's.
-        if error.errno is not None and error.filename in (None, str(draft)):
-            error.filename = str(path)
+        # What has no number is none of the system's.
+        if error.errno is not None and error.filename in names:
+            error.filename = str(names[error.filename])
         raise
     finally:
-        draft.unlink(missing_ok=True)
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
 
 
 class _Carried:

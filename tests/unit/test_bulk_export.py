@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from models_db.batch_rows import BatchRow
 from models_db.jobs import StoredResult
 from models_db.tables import JobState
 from workers import bulk_export
-from workers.bulk_export import atomic_write, errors_path_for, export_batch
+from workers.bulk_export import Exported, atomic_write, errors_path_for, export_batch, manifest_path_for
 from workers.bulk_input import read_carried
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=20)
@@ -119,9 +121,95 @@ def test_a_failed_export_leaves_the_old_files_alone(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
+def night(rows: list[BatchRow], output: Path, patch: pytest.MonkeyPatch) -> None:
+    """An export with its manifest."""
+
+    def counted(exported: Exported) -> dict[str, int]:
+        return {"results": exported.results, "errors": exported.errors}
+
+    patch.setattr(bulk_export, "iter_batch_rows", lambda connection, batch_id, **_: iter(rows))
+    export_batch(None, "batch", output, manifest=counted)  # type: ignore[arg-type]
+
+
+def found(output: Path) -> dict[str, int]:
+    return {"results": len(lines(output)), "errors": len(lines(errors_path_for(output)))}
+
+
+YESTERDAY = [row(1), row(2), row(3)]
+TONIGHT = [row(1), row(2, text=None)]
+
+
+@pytest.mark.parametrize("replaced", range(4))
+def test_where_a_manifest_is_it_counts_the_files_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: int
+) -> None:
+    """The second export to the same name is cut off after so many of its files are in place."""
+    output, calls = tmp_path / "out.jsonl", [0]
+
+    def replace(draft: Path, path: Path) -> None:
+        if calls[0] == replaced:
+            raise KeyboardInterrupt
+        calls[0] += 1
+        draft.rename(path)
+
+    night(YESTERDAY, output, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.bulk_export.os.replace", replace)
+        if replaced < 3:
+            with pytest.raises(KeyboardInterrupt):
+                night(TONIGHT, output, patch)
+        else:
+            night(TONIGHT, output, patch)
+    old, new = {"results": 3, "errors": 0}, {"results": 1, "errors": 1}
+    assert found(output) == [old, old | {"errors": 1}, new, new][replaced]
+    assert manifest_path_for(output).exists() == (replaced == 3)
+    night(TONIGHT, output, monkeypatch)
+    assert json.loads(manifest_path_for(output).read_text()) == found(output) == new
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_a_disk_that_is_full_leaves_all_old_files_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    output, calls = tmp_path / "out.jsonl", [0]
+
+    def fsync(_: int) -> None:
+        if calls[0] == written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        calls[0] += 1
+
+    night(YESTERDAY, output, monkeypatch)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.bulk_export.os.fsync", fsync)
+        with pytest.raises(OSError, match="No space") as full:
+            night(TONIGHT, output, patch)
+    paths = (errors_path_for(output), output, manifest_path_for(output))
+    assert full.value.filename == str(paths[written])
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_carried_keys_are_not_lost_to_the_fields_of_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"state": "Ohio", "input_state": "Utah", "line": 7, "error": None, "note": "x"}
+    source = "".join(json.dumps({"custom_id": f"line-{n}"} | own) + "\n" for n in (1, 2)).encode()
+    (answer,), (failure,) = export([row(1), row(2, text=None)], tmp_path / "out.jsonl", monkeypatch, source)
+    assert own.items() <= answer.items()
+    assert (failure["line"], failure["state"], failure["error"]["code"]) == (2, "failed", "failed")
+    assert {
+        "input_input_state": "Ohio",
+        "input_state": "Utah",
+        "input_line": 7,
+        "input_error": None,
+        "note": "x",
+    }.items() <= failure.items()
+
+
 def test_an_atomic_file_shows_nothing_before_its_end(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with atomic_write(path) as file:
+    with atomic_write(path) as (file,):
         file.write("whole")
         assert not path.exists()
     assert path.read_text() == "whole"

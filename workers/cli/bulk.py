@@ -11,6 +11,8 @@ import typer
 from backend.api import RequestError
 from workers.cli.bulk_work import (
     cancel_shown,
+    check_keeps_input,
+    check_not_api,
     export_files,
     notice,
     print_batches,
@@ -311,6 +313,8 @@ def resume(
     with Client(settings) as client, Interruptible() as signals:
         runner, show = runner_for(client, in_flight, signals)
         progress = runner.progress(batch_id)
+        if wait and output is not None:
+            check_keeps_input(progress, output)
         with reopened(progress) as (made, file):
             if not wait:
                 submit_only(runner, batch_id, made, file)
@@ -397,7 +401,8 @@ def retry_failed(
 ) -> None:
     """Run the failed jobs of a batch again, under their own ids; those that succeeded are left alone.
 
-    Lines that were bad from the beginning stay as they are: correct the file for them.
+    Lines that were bad from the beginning stay as they are: correct the file for them. A batch of the HTTP API is
+    refused: its files are written once.
 
     [bold]Example[/bold]
 
@@ -417,7 +422,10 @@ def retry_failed(
     states += [JobState(one_of(each, ("cancelled", "expired"), "--also")) for each in also or []]
     with Client(settings) as client, Interruptible() as signals:
         runner, show = runner_for(client, in_flight, signals)
-        runner.progress(batch_id)  # is there one
+        progress = runner.progress(batch_id)
+        check_not_api(client.engine(), batch_id)
+        if output is not None:
+            check_keeps_input(progress, output)
 
         def queue_again(conn: Connection) -> list[str]:
             again = jobs.retry_failed(conn, batch_id=batch_id, states=states)
@@ -461,6 +469,7 @@ def export(
             progress = batch_progress(connection, batch_id)
         if progress is None:
             raise UnknownBatchError(batch_id)
+        check_keeps_input(progress, output)
         with reopened(progress, needed=False) as (made, file):
             exported = export_files(engine, progress, made, file, output)
     report_files(output, exported.results, exported.errors)

@@ -97,6 +97,42 @@ def reopened(
         yield made, file
 
 
+def check_keeps_input(progress: BatchProgress, output: Path) -> None:
+    """Find out before the work whether the output would take the place of what the batch was made of.
+
+    Raises:
+        RequestError: it would.
+    """
+    from workers.bulk_export import check_not_input
+
+    made = _made_of(progress)
+    if made is not None and not _is_lost(made):
+        check_not_input(output, Path(made.path))
+
+
+def check_not_api(engine: Engine, batch_id: str) -> None:
+    """Refuse a batch of ``/v1/batches``, whose files are written once, when it ends.
+
+    Raises:
+        RequestError: it is one.
+    """
+    from sqlalchemy import select
+
+    from backend.api import RequestError
+    from models_db.door_tables import ApiBatch
+    from models_db.session import reading
+
+    with reading(engine) as connection:
+        found = connection.scalar(select(ApiBatch.batch_id).where(ApiBatch.batch_id == batch_id))
+    if found is not None:
+        raise RequestError(
+            "came over HTTP, and new answers would never be in the files that its client fetches",
+            field="BATCH_ID",
+            value=batch_id,
+            fix="Send the lines of its error file as a new batch to /v1/batches",
+        )
+
+
 def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource | None, file: IO[bytes] | None) -> None:
     """Make jobs of all lines and leave; the id alone goes to standard output, for scripts."""
     if made is not None and file is not None:
@@ -218,7 +254,7 @@ def export_files(
 ) -> Exported:
     """Write answers, errors and manifest."""
     from models_db.session import reading
-    from workers.bulk_export import export_batch, write_manifest
+    from workers.bulk_export import export_batch
     from workers.openai_lines import openai_lines
 
     began = time.monotonic()
@@ -232,8 +268,8 @@ def export_files(
                 carried=made.carried(file) if made is not None and file is not None else None,
                 line=openai_lines(int(progress.created_at.timestamp())) if openai else None,
                 by_completion=made is not None and made.order == "completion",
+                manifest=lambda exported: _manifest(progress, made, exported),
             )
-        write_manifest(output, _manifest(progress, made, exported))
     except OSError:
         notice(
             f"The answers are in the database. To write them later: tokenmill bulk export {progress.id} -o OUT"
@@ -300,13 +336,18 @@ def snapshot_of(progress: BatchProgress) -> Snapshot:
 
 def tenant_of(progress: BatchProgress) -> str | None:
     """For whom the lines are that do not say."""
+    made = _made_of(progress)
+    tenant = None if made is None else made.defaults.get("tenant")
+    return tenant if isinstance(tenant, str) else None
+
+
+def _made_of(progress: BatchProgress) -> BulkSource | None:
     from workers.bulk_source import BulkSource, InputGoneError
 
     try:
-        tenant = BulkSource.from_json(progress.source).defaults.get("tenant")
+        return BulkSource.from_json(progress.source)
     except InputGoneError:  # another way of making batches
         return None
-    return tenant if isinstance(tenant, str) else None
 
 
 def progress_dict(progress: BatchProgress) -> dict[str, Any]:
