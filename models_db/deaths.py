@@ -10,6 +10,9 @@ Which of them was to blame nobody knows, so suspicion grows with the deaths that
 Only a job that was alone with the worker ``SOLO_LIMIT`` times fails. So one deadly job among any number of others
 costs at most ``ALONE_DEATHS + SOLO_LIMIT`` workers, and the others lose nothing but time.
 
+A worker that was only cut off, or stood still, is taken for dead as well. When it finds that out it lives, so nothing
+that it ran has killed it, and it takes that back (``absolve``).
+
 Every function works inside the caller's transaction and never commits.
 """
 
@@ -35,10 +38,12 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "ALONE_DEATHS",
     "DIED",
+    "HELD_FOR_DEAD",
     "KILLED_ITS_WORKER",
     "SOLO_LIMIT",
     "SUSPECT_DEATHS",
     "Burial",
+    "absolve",
     "bury",
     "lose",
 ]
@@ -48,6 +53,9 @@ SOLO_LIMIT = 2
 
 KILLED_ITS_WORKER = "WorkerDiedError"
 DIED = "the worker died"
+HELD_FOR_DEAD = "other workers saw no heartbeat and take the jobs of this one over"
+LIVED = "the worker was taken for dead, and lived"
+_ALONE = ", and ran nothing else"  # said of attempts whose death counted as a solo death
 
 _LAST_WORDS = timedelta(seconds=5)
 
@@ -153,9 +161,40 @@ def lose(conn: Connection, jobs: Sequence[LockedJob], now: datetime, error: str)
             continue
         after.append(lost)
     for alone, ids in queued.items():
-        close_attempts(conn, ids, AttemptOutcome.LOST, now, error)
+        close_attempts(conn, ids, AttemptOutcome.LOST, now, _of_attempt(error, alone))
         queue_jobs(conn, ids, **_counted(alone))
     return after
+
+
+def absolve(conn: Connection, worker_id: str) -> list[str]:
+    """Take back that jobs were present at the death of this worker, which lives; returns those that had not ended.
+
+    Doing it again finds what has been counted since. Not of what it lost itself, as when its engine died.
+    """
+    query = select(Attempt.job_id, Attempt.number, Attempt.error).where(
+        Attempt.worker_id == worker_id, Attempt.outcome == AttemptOutcome.LOST
+    )
+    lost = [row for row in conn.execute(query) if (row.error or "").startswith((DIED, HELD_FOR_DEAD))]
+    jobs = lock_jobs(conn, [row.job_id for row in lost])
+    for row in lost:
+        attempt = update(Attempt).where(Attempt.job_id == row.job_id, Attempt.number == row.number)
+        conn.execute(attempt.values(error=LIVED))
+        job = jobs.get(row.job_id)
+        if job is None or job.state.terminal:
+            continue  # only a retry leaves an end
+        solo = row.error.endswith(_ALONE)
+        jobs[job.id] = replace(
+            job, deaths=max(0, job.deaths - 1), solo_deaths=max(0, job.solo_deaths - int(solo))
+        )
+    open_jobs = [job for job in jobs.values() if not job.state.terminal]
+    for job in open_jobs:
+        counts = {"deaths": job.deaths, "solo_deaths": job.solo_deaths}
+        conn.execute(update(Job).where(Job.id == job.id).values(**counts))
+    return [job.id for job in open_jobs]
+
+
+def _of_attempt(error: str, alone: bool) -> str:
+    return error + _ALONE if alone else error
 
 
 def _counted(alone: bool) -> dict[str, Any]:
@@ -166,7 +205,7 @@ def _ended(conn: Connection, lost: LockedJob, now: datetime, error: str, alone: 
     """End a job as it is given; false when the database refuses that, and then nothing has happened."""
     savepoint = conn.begin_nested()
     try:
-        close_attempts(conn, [lost.id], AttemptOutcome.LOST, now, error)
+        close_attempts(conn, [lost.id], AttemptOutcome.LOST, now, _of_attempt(error, alone))
         end_jobs(conn, [lost.id], lost.state, now, lost.error_type, lost.error_message, **_counted(alone))
     except Exception as exc:
         if classify(exc) is not Fault.OTHER:

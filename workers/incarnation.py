@@ -21,6 +21,7 @@ from sqlalchemy import Connection, select
 from backend.api import Backend, BackendStats, TokenmillError
 from models_db.base import utcnow
 from models_db.callbacks import callback_counts
+from models_db.deaths import HELD_FOR_DEAD, absolve
 from models_db.errors import WriterStoppedError
 from models_db.faults import Fault, classify, summary
 from models_db.jobs import cancelled_running
@@ -122,6 +123,7 @@ class Incarnation:
         on_gone: takes ids of other incarnations that are dead, or have stopped and left jobs behind; called on
             the database thread, again each time until they are buried.
         on_owned: takes the jobs that we own, with their attempts, after each look; called on the database thread.
+        engine_lives: asked when others hold us for dead: only then is none of our jobs to blame.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Incarnation:
         on_dead: Callable[[TokenmillError], None],
         on_gone: Callable[[Collection[str]], None] = lambda worker_ids: None,
         on_owned: Callable[[Mapping[str, int]], None] = lambda attempts: None,
+        engine_lives: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = row.id
@@ -141,6 +144,8 @@ class Incarnation:
         self._on_dead = on_dead
         self._on_gone = on_gone
         self._on_owned = on_owned
+        self._engine_lives = engine_lives
+        self._blameless: bool | None = None  # known once others hold us for dead
         self._clock = clock
         gap = settings.dead_after_s / 2
         gap = max(gap, 2 * settings.heartbeat_interval_s)
@@ -215,6 +220,7 @@ class Incarnation:
             self._thread.join()
         if self._metrics is not None:
             self._metrics.close()
+        self._absolve()
         self._sample()
         self._roll_up_present()
         self._set_state(WorkerState.STOPPED)
@@ -295,9 +301,16 @@ class Incarnation:
         if future.result() is not WorkerState.DEAD:
             self._alive_at = self._clock()
         elif not self._stop.is_set():
-            self._on_dead(
-                DeclaredDeadError("other workers saw no heartbeat and take the jobs of this one over")
-            )
+            if self._blameless is None:
+                self._blameless = self._engine_lives()
+            self._absolve()  # with each heartbeat: more may have been counted since
+            self._on_dead(DeclaredDeadError(HELD_FOR_DEAD))
+
+    def _absolve(self) -> None:
+        if not self._blameless or self._db is None:
+            return
+        with suppress(WriterStoppedError):
+            self._db.call(partial(absolve, worker_id=self.id)).add_done_callback(_report_absolved)
 
     def _set_state(self, state: WorkerState, details: WorkerDetails | None = None) -> None:
         if self._db is not None:
@@ -353,6 +366,15 @@ class Incarnation:
             self._behind = future.result()
         elif classify(error) is not Fault.AWAY:  # which the database thread tells
             logger.error("The roll-ups could not be computed and are tried again: %s", summary(error))
+
+
+def _report_absolved(future: Future[list[str]]) -> None:
+    if future.cancelled() or isinstance(error := future.exception(), WriterStoppedError):
+        return
+    if error is not None:
+        logger.error("That jobs were present at a death which was none is not taken back: %s", summary(error))
+    elif jobs := future.result():
+        logger.warning("This worker lives: its death no longer counts against %d jobs", len(jobs))
 
 
 class Sampler:

@@ -26,6 +26,7 @@ from backend.api import Backend, ConfigurationError, EngineDeadError, TokenmillE
 from backend.registry import create_backend
 from models_db.claims import accept
 from models_db.errors import DatabaseError, DatabaseUnavailableError
+from models_db.faults import summary
 from models_db.jobs import mark_callbacks_sent
 from models_db.migrate import check_schema
 from models_db.planner import Planner
@@ -138,6 +139,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             on_dead=self._on_declared_dead,
             on_gone=self._on_gone,
             on_owned=self._on_owned,
+            engine_lives=self._engine_lives,
         )
         db = self._db = DatabaseThread(
             engine, row.id, dead_ids=incarnation.dead_ids, on_health=self._on_database_health
@@ -346,6 +348,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if self._table is not None:
             self._table.reconcile(attempts)
 
+    def _engine_lives(self) -> bool:
+        return self._table is None or not self._table.dead
+
     def _on_declared_dead(self, error: TokenmillError) -> None:
         if self._table is not None:
             self._table.fail(error)
@@ -369,7 +374,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         else:
             logger.error(
                 "The database is away (%s). Running jobs go on and their results wait; nothing new is started",
-                redact_text(str(error)),
+                "" if error is None else redact_text(summary(error)),
             )
 
     # ---------------------------------------------------------------------------------------------------- stop
@@ -487,7 +492,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
 
 def _on_accepted(job_id: str, stored: Future[None]) -> None:
     if error := stored.exception():
-        logger.error("The row of job %s, whose message is only here, is not stored: %r", job_id, error)
+        logger.error(
+            "The row of job %s, whose message is only here, is not stored: %s", job_id, summary(error)
+        )
 
 
 class ForeignResult:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from sqlalchemy import select
 
 from models_db.claims import ClaimItem, ClaimKind, FinishItem, ReleaseItem, claim, finish, release
-from models_db.deaths import ALONE_DEATHS, SOLO_LIMIT, SUSPECT_DEATHS, bury
+from models_db.deaths import ALONE_DEATHS, SOLO_LIMIT, SUSPECT_DEATHS, absolve, bury
 from models_db.jobs import insert_jobs, request_cancel, retry_failed
 from models_db.suspects import claim_suspects, drop_lock, take_lock
 from models_db.tables import Attempt, AttemptOutcome, Job, JobState, Result
@@ -38,6 +38,9 @@ class Expected:
     deaths: int = 0
     solo_deaths: int = 0
     history: list[tuple[str, AttemptOutcome | None]] = field(default_factory=list)
+    counted: list[tuple[str, bool]] = field(
+        default_factory=list, compare=False
+    )  # deaths that may be taken back
 
     def close(self, outcome):
         self.history[-1] = (self.history[-1][0], outcome)
@@ -50,12 +53,23 @@ class Expected:
         self.close(AttemptOutcome.LOST)
         self.deaths += 1
         self.solo_deaths += alone
+        self.counted.append((self.history[-1][0], alone))
         if self.cancel:
             self.end(JobState.CANCELLED)
         elif self.solo_deaths >= SOLO_LIMIT:
             self.end(JobState.FAILED)
         else:
             self.state, self.owner = JobState.QUEUED, None
+
+    def absolve(self, worker):
+        """Its worker has not died; whether that made a difference."""
+        taken = [alone for by, alone in self.counted if by == worker]
+        self.counted = [(by, alone) for by, alone in self.counted if by != worker]
+        if not taken or self.state.terminal:
+            return False
+        self.deaths = max(0, self.deaths - len(taken))
+        self.solo_deaths = max(0, self.solo_deaths - sum(taken))
+        return True
 
     def start(self, worker):
         self.state, self.owner, self.attempt = JobState.RUNNING, worker, self.attempt + 1
@@ -177,6 +191,13 @@ def machine(engine):
             waiting = owned - set(burial.ended)
             assert set(burial.suspects) == {job for job in waiting if self.jobs[job].deaths >= SUSPECT_DEATHS}
             assert set(burial.queued) == waiting - set(burial.suspects)
+
+        @rule(worker=WORKERS)
+        def absolve(self, worker):
+            with engine.begin() as conn:
+                absolved = absolve(conn, worker)
+            expected = {job for job, it in self.jobs.items() if it.absolve(worker)}
+            assert set(absolved) == expected
 
         @rule(worker=WORKERS, limit=st.integers(1, 3), alone=st.booleans())
         def run_suspects(self, worker, limit, alone):

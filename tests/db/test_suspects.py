@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import update
 
-from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS, Burial
+from models_db.claims import ReleaseItem, release
+from models_db.deaths import (
+    ALONE_DEATHS,
+    HELD_FOR_DEAD,
+    KILLED_ITS_WORKER,
+    LIVED,
+    SUSPECT_DEATHS,
+    Burial,
+    absolve,
+    bury,
+)
+from models_db.jobs import job_attempts, job_status
 from models_db.suspects import claim_suspects, take_lock
-from models_db.tables import Job
-from tests.db.helpers import add_jobs, add_workers, at, attempts
+from models_db.tables import AttemptOutcome, Job, JobState
+from tests.db.helpers import add_jobs, add_workers, at, attempts, claim_one, job_row
 from tests.db.outage import Outage
 from tests.db.test_writer import get, running
 from workers.sweeper import _burial
@@ -89,3 +100,63 @@ def test_a_burial_whose_answer_is_lost_says_what_it_has_done(ward, goes_through)
     assert burial.ended == ["bad"], "Celery has to hear of it"
     with ward.connect() as conn:
         assert attempts(conn, "bad") == [(1, "other", "lost")]
+
+
+def counts(db, job_id):
+    with db.connect() as conn:
+        row = job_row(conn, job_id)
+    return row.deaths, row.solo_deaths
+
+
+def cut_off(db, worker, *, back):
+    """The others take this worker for dead; ``back`` says whether it finds that out."""
+    with db.begin() as conn:
+        bury(conn, worker)
+        if back:
+            absolve(conn, worker)
+
+
+def test_a_job_whose_workers_were_only_cut_off_runs_as_often_as_it_takes(db):
+    add_workers(db, *(f"w{n}" for n in range(6)))
+    add_jobs(db, "j")
+    for n in range(4):
+        assert claim_one(db, "j", f"w{n}").attempt == n + 1
+        cut_off(db, f"w{n}", back=True)
+        assert counts(db, "j") == (0, 0)
+    with db.connect() as conn:
+        assert {one.error for one in job_attempts(conn, "j")} == {LIVED}
+        assert {one.outcome for one in job_attempts(conn, "j")} == {AttemptOutcome.LOST}
+    for n in (4, 5):  # and these do not come back
+        claim_one(db, "j", f"w{n}")
+        cut_off(db, f"w{n}", back=False)
+    with db.begin() as conn:
+        assert (job_status(conn, "j").state, job_status(conn, "j").error_type) == (
+            JobState.FAILED,
+            KILLED_ITS_WORKER,
+        )
+        assert absolve(conn, "w5") == [], "only a retry leaves an end"
+        assert job_status(conn, "j").state is JobState.FAILED
+
+
+def test_only_what_was_counted_is_taken_back_and_only_once(db):
+    add_workers(db, "w1", "w2", "w3")
+    add_jobs(db, "alone", "late", "engine", "other")
+    claim_one(db, "other", "w2")
+    claim_one(db, "alone", "w1")
+    cut_off(db, "w1", back=False)
+    cut_off(db, "w2", back=False)
+    claim_one(db, "late", "w1")  # before it finds out
+    claim_one(db, "engine", "w1")
+    with db.begin() as conn:
+        items = [
+            ReleaseItem("late", 1, AttemptOutcome.LOST, HELD_FOR_DEAD),
+            ReleaseItem("engine", 1, AttemptOutcome.LOST, "a sticky device error"),
+        ]
+        assert release(conn, items, "w1") == [True, True]
+    assert claim_one(db, "alone", "w3").attempt == 2
+    assert [counts(db, name) for name in ("alone", "late", "engine")] == [(1, 1), (1, 0), (1, 0)]
+    for expected in (["alone", "late"], []):
+        with db.begin() as conn:
+            assert sorted(absolve(conn, "w1")) == expected
+        found = [counts(db, name) for name in ("alone", "late", "engine", "other")]
+        assert found == [(0, 0), (0, 0), (1, 0), (1, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.fleet.table_world import TestWorker, World
 from tests.messages import build_message
 from tests.servers import migrate
 from workers import control
+from workers.exits import EXIT_TRY_AGAIN
 from workers.payload import GeneratePayload, queue_for
 from workers.revokes import Revokes
 
@@ -438,3 +440,24 @@ def test_a_prompt_that_aborts_the_process(make_fleet: MakeFleet) -> None:
     assert "was killed by SIGABRT; starting again" in supervisor.log
     fleet.wait_drained()
     assert supervisor.stop() == 0
+
+
+def test_a_worker_that_stood_still_takes_its_death_back(make_fleet: MakeFleet) -> None:
+    """With real processes: its only job is not a bit suspicious afterwards, while another worker runs it."""
+    fleet = make_fleet(engine={"echo_tokens_per_s": 20, "max_num_seqs": 2})
+    fleet.start_workers(2)
+    job_id = fleet.submit("j", max_tokens=100_000)
+    fleet.wait_state(job_id, JobState.RUNNING)
+
+    def counts() -> Any:
+        with fleet.engine.connect() as conn:
+            return tuple(conn.execute(select(Job.deaths, Job.solo_deaths).where(Job.id == job_id)).one())
+
+    frozen = fleet.owner(job_id)
+    frozen.signal(signal.SIGSTOP)
+    fleet.wait_attempt(job_id, 2)
+    assert counts() == (1, 1)
+    frozen.signal(signal.SIGCONT)
+    assert frozen.wait() == EXIT_TRY_AGAIN
+    assert "its death no longer counts against 1 jobs" in frozen.log
+    assert (counts(), fleet.state(job_id)) == ((0, 0), JobState.RUNNING)
