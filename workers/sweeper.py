@@ -10,12 +10,13 @@ the claim, so sweepers of several workers may do the same at once.
 * Of a suspect that is cancelled while it waits no delivery is about, either, nor of one that ended while Redis was
   away: it is published once, which tells Celery.
 * Unreadable messages that a consumer put aside go into the table ``dead_letter``.
+
+What fails in one of these keeps the sweeper from none of the others.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,14 +29,17 @@ from celery.utils.log import get_logger
 from sqlalchemy import Connection, select
 
 from models_db.base import utcnow
-from models_db.dead_letters import NewDeadLetter, store_dead_letters
+from models_db.dead_letters import store_dead_letters
 from models_db.deaths import SUSPECT_DEATHS, Burial, bury
+from models_db.errors import WriterStoppedError
+from models_db.faults import Fault, classify, summary
 from models_db.jobs import mark_published, stored_messages
 from models_db.records import StoredMessage
 from models_db.suspects import leave_untold, untold_ends
 from models_db.sweeping import mark_republished, queued_count, queued_page
 from models_db.tables import Job
 from workers.actor import Action, Actor
+from workers.letters import read_letter
 from workers.queues import LOST, QueueView
 from workers.stored import has_links
 
@@ -53,7 +57,7 @@ _PUBLISH = 500
 _AUDIT_S = 60.0  # between two looks at a queue whose counts say that nothing is missing
 _AUDIT_LENGTH = 20_000  # longest queue that is looked at in that case
 _DEAD_LETTERS = 100
-_REFUSED_S = 60.0  # until a worker is buried again that has jobs whose end the database refuses
+_REFUSED_S = 60.0  # until something is tried again that the database has refused: a job's end, a dead letter
 
 
 class Caller(Protocol):
@@ -99,7 +103,7 @@ class Sweeper:
         self._counting = False
         self._keeping = False
         self._telling = False
-        self._next_count = self._next_scan = clock()
+        self._next_count = self._next_scan = self._next_keep = clock()
         self._redis_away = False
         self._asked: dict[int, float] = {}  # what the database has not answered yet, with when it should have
         self._questions = itertools.count()
@@ -155,7 +159,7 @@ class Sweeper:
         if error is not None or not future.result().refused:
             self._burying.discard(worker_id)
         if error is not None:
-            logger.error("The jobs of worker %s are not taken over yet: %r", worker_id, error)
+            logger.error("The jobs of worker %s are not taken over yet: %s", worker_id, summary(error))
             return
         burial = future.result()
         if burial.refused:  # its death is found again at each look
@@ -200,7 +204,9 @@ class Sweeper:
     ) -> None:
         error = future.exception()
         if error is not None:
-            logger.error("Messages cannot be read to be published again; tried again later: %r", error)
+            logger.error(
+                "Messages cannot be read to be published again; tried again later: %s", summary(error)
+            )
         if error is not None or not self._publish(future.result()):
             # Of jobs that have ended nobody else makes a delivery, and who waits for Celery's result waits for that.
             self._unpublished.update(dict.fromkeys(ids, only_linked))
@@ -249,18 +255,25 @@ class Sweeper:
             self._forget()
             return
         if self._unpublished:
-            self._publish_again()
+            self._chore(self._publish_again)
         if not self._with_redis(partial(self._view.elect, self._worker_id, _LEASE_S)):
             self._forget()
             return
-        if not self._keeping:
-            self._keep_dead_letters()
+        if not self._keeping and self._clock() >= self._next_keep:
+            self._chore(self._keep_dead_letters)
         now = self._clock()
         if self._counting or now < self._next_count:
             return
-        self._tell_untold()
+        self._chore(self._tell_untold)
         self._counting = True
         self._look(partial(queued_count, queue=self._queue), partial(self._on_count, now))
+
+    def _chore(self, chore: Action) -> None:
+        """Do one of several things that have nothing to do with each other."""
+        try:
+            chore()
+        except Exception as exc:
+            logger.error("Fault in the sweeper, which goes on: %s", summary(exc), exc_info=exc)
 
     def _on_count(self, began: float, future: Future[int]) -> None:
         self._counting = False
@@ -329,19 +342,30 @@ class Sweeper:
     # ---------------------------------------------------------------------------------------------- dead letters
 
     def _keep_dead_letters(self) -> None:
-        letters = self._with_redis(partial(self._view.dead_letters, _DEAD_LETTERS))
-        if letters:
-            self._keeping = True
-            work = partial(store_dead_letters, letters=[NewDeadLetter(**json.loads(it)) for it in letters])
-            self._ask(work, partial(self._on_kept, letters))
+        raws = self._with_redis(partial(self._view.dead_letters, _DEAD_LETTERS))
+        if raws:
+            self._keep(raws)
 
-    def _on_kept(self, letters: Sequence[bytes], future: Future[None]) -> None:
+    def _keep(self, raws: Sequence[bytes]) -> None:
+        letters = [read_letter(raw, self._queue, self._worker_id) for raw in raws]
+        self._ask(partial(store_dead_letters, letters=letters), partial(self._on_kept, raws))
+        self._keeping = True
+
+    def _on_kept(self, raws: Sequence[bytes], future: Future[None]) -> None:
         self._keeping = False
-        if future.exception() is not None:
+        error = future.exception()
+        if error is None:
+            for raw in raws:
+                if self._with_redis(partial(self._view.remove_dead_letter, raw), done=True) is None:
+                    return
+        elif isinstance(error, WriterStoppedError) or classify(error) is not Fault.OTHER:
             return
-        for letter in letters:
-            if self._with_redis(partial(self._view.remove_dead_letter, letter), done=True) is None:
-                return
+        elif len(raws) > 1:
+            for raw in raws:  # so that one which the database refuses keeps no other
+                self._keep([raw])
+        else:
+            self._next_keep = self._clock() + _REFUSED_S
+            logger.error("The database refuses a dead letter, which stays in Redis: %s", summary(error))
 
     # ------------------------------------------------------------------------------------------------- internals
 
@@ -377,7 +401,7 @@ class Sweeper:
         return done if value is None else value
 
     def _on_fault(self, error: Exception) -> None:
-        logger.error("Fault in the sweeper: %r", error, exc_info=error)
+        logger.error("Fault in the sweeper: %s", summary(error), exc_info=error)
         self._forget()
         self._counting = self._keeping = self._telling = False
 

@@ -25,6 +25,7 @@ from models_db.tables import Job, JobState
 from models_db.transitions import end_jobs
 from models_db.workers import NewWorker, register_worker
 from tests.fleet.fleet import RedisServer
+from tests.fleet.test_refused_ends import refusing
 from tests.messages import build_message, publish
 from tests.servers import migrate
 from workers.payload import GeneratePayload, queue_for
@@ -315,6 +316,74 @@ def test_dead_letters_go_into_the_table(place: Place) -> None:
         (kept,) = list_dead_letters(conn)
     assert (kept.id, kept.queue, kept.reason) == ("l1", QUEUE, "it is no JSON")
     assert place.redis.llen(DEAD_LETTERS_KEY) == 0
+
+
+def test_a_dead_letter_that_nobody_can_read_is_kept_whole_and_stops_nothing(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = {"id": "good", "queue": QUEUE, "worker_id": "w", "reason": "it is no JSON", "message": "{"}
+    newer = good | {"id": "newer", "novel": {"seen": 1}, "received_at": "2027-01-01"}
+    unfit: list[Any] = [[], good | {"id": 7}, good | {"id": "x" * 99}, good | {"worker_id": "\x00"}]
+    unfit += [good | {"job_id": 1}, {name: value for name, value in good.items() if name != "reason"}]
+    raws = [b"\xff\xfe no JSON", *(json.dumps(each).encode() for each in (*unfit, newer, good))]
+    for raw in raws:
+        place.redis.lpush(DEAD_LETTERS_KEY, raw)
+    ids = place.accept(2, published=False)
+    place.pass_time(5, place.sweeper())
+    with place.engine.connect() as conn:
+        kept = {letter.id: letter for letter in list_dead_letters(conn)}
+    assert len(kept) == len(raws), "none is dropped"
+    assert kept.pop("good").message == "{"
+    assert json.loads(kept["newer"].message) == newer
+    assert kept.pop("newer").reason.startswith("it is no JSON (put aside by a newer worker")
+    assert {letter.queue for letter in kept.values()} == {QUEUE}
+    messages = {letter.message for letter in kept.values()}
+    assert messages == {r"\xff\xfe no JSON", *(json.dumps(each) for each in unfit)}
+    assert "cannot be read" in caplog.text
+    assert place.redis.llen(DEAD_LETTERS_KEY) == 0
+    assert place.listed() == ids
+
+
+def test_a_dead_letter_that_the_database_refuses_keeps_no_other(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    letters = [
+        {"id": name, "queue": QUEUE, "worker_id": "w", "reason": "no JSON", "message": "{"} for name in "abc"
+    ]
+    for letter in letters:
+        place.redis.lpush(DEAD_LETTERS_KEY, json.dumps(letter))
+    with refusing(place.engine, "NEW.id = 'b'", "dead_letter", "INSERT"):
+        place.pass_time(3, place.sweeper())
+    with place.engine.connect() as conn:
+        assert {kept.id for kept in list_dead_letters(conn)} == {"a", "c"}
+    assert [json.loads(raw) for raw in place.redis.lrange(DEAD_LETTERS_KEY, 0, -1)] == [letters[1]]
+    assert caplog.text.count("refuses a dead letter") == 1, "not at each look"
+    place.pass_time(61, place.sweeper())
+    assert place.redis.llen(DEAD_LETTERS_KEY) == 0
+
+
+@pytest.mark.parametrize("chore", ["_keep_dead_letters", "_tell_untold", "_publish_again"])
+def test_one_chore_that_fails_keeps_the_sweeper_from_no_other(
+    place: Place, chore: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a fault")
+
+    letter = {"id": "l", "queue": QUEUE, "worker_id": "w", "reason": "no JSON", "message": "{"}
+    place.redis.lpush(DEAD_LETTERS_KEY, json.dumps(letter))
+    *lost, suspect = place.accept(4, published=False)
+    with place.engine.begin() as conn:
+        conn.execute(update(Job).where(Job.id == suspect).values(deaths=SUSPECT_DEATHS))
+        request_cancel(conn, [suspect])
+    sweeper = place.sweeper()
+    sweeper._unpublished = {"nobody": False}
+    setattr(sweeper, chore, fail)
+    place.pass_time(6, sweeper)
+    assert "a fault" in caplog.text
+    assert set(lost) <= set(place.listed())
+    assert (suspect in place.listed()) == (chore != "_tell_untold")
+    assert place.redis.llen(DEAD_LETTERS_KEY) == (chore == "_keep_dead_letters")
+    assert bool(sweeper._unpublished) == (chore == "_publish_again")
 
 
 @pytest.mark.parametrize(
