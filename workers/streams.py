@@ -42,11 +42,28 @@ class StreamEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """How far a reader is: behind which entry, and what it has been told. As text, the ``id`` of an event.
+
+    The entry's own id would not do. One entry can lead to two events, and what comes from SQL has no entry; whoever
+    goes on between two such events must be told the second and nothing twice.
+    """
+
+    entry_id: str = FIRST_ID
+    attempt: int = 0
+    offset: int = 0  # characters handed out of this attempt's text
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.entry_id}.{self.attempt}.{self.offset}{'.end' if self.ended else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEvent:
     """One thing that a reader is told.
 
-    ``id`` is what to give as ``last_id`` to go on after this event. After ``restart`` everything received before
-    is void: text begins again from the start.
+    ``id`` is what to give as ``last_id`` to go on after this event: then come exactly those that follow it here. After
+    ``restart`` everything received before is void: text begins again from the start.
     """
 
     id: str
@@ -87,42 +104,38 @@ class StreamReader:
 
     ``gap`` is set when text is missing that Redis does not have any more: the answer must then come from SQL, once
     the job has ended; ``needs_sql`` says that it has.
+
+    Args:
+        position: of the last event that was had; the beginning by default.
     """
 
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.offset = 0  # characters handed out of this attempt's text
-        self.last_id = FIRST_ID
+    def __init__(self, position: Position | None = None) -> None:
+        begin = position or Position()
+        self.last_id = begin.entry_id
+        self.attempt = begin.attempt
+        self.offset = begin.offset
+        self.ended = begin.ended
         self.gap = False
         self.needs_sql = False
-        self.ended = False
-        self._spoken = False  # whether a text has been handed out, of whichever attempt
 
-    def resume(self, entry_id: str, fields: Mapping[str, str]) -> None:
-        """Go on after this entry, which a reader has had before."""
-        self.attempt = int(fields["attempt"])
-        self.offset = int(fields.get("offset", "0")) + len(fields.get("text", ""))
-        self.last_id = entry_id
-        self._spoken = True
-        self.ended = fields["kind"] == "end"
+    @property
+    def position(self) -> Position:
+        """Where it is now."""
+        return Position(self.last_id, self.attempt, self.offset, self.ended)
 
     def lost(self) -> StreamEvent:
-        """The entry to go on from is not there any more: begin again."""
-        self._spoken = False
-        return StreamEvent(FIRST_ID, "restart")
+        """Where the reader was is not known: begin again."""
+        return self._event("restart")
 
     def feed(self, entry_id: str, fields: Mapping[str, str]) -> list[StreamEvent]:
         """The events of one entry; none for what does not count."""
         attempt = int(fields["attempt"])
-        self.last_id = entry_id
         if self.ended or attempt < self.attempt:
+            self.last_id = entry_id
             return []
-        events = []
-        if attempt > self.attempt:
-            self.attempt, self.offset, self.gap, self.needs_sql = attempt, 0, False, False
-            if self._spoken:
-                self._spoken = False
-                events.append(StreamEvent(entry_id, "restart"))
+        # Who goes on behind the restart has not had the entry, which may be a text whose own restart was trimmed.
+        events = self._begin(attempt)
+        self.last_id = entry_id
         kind = fields["kind"]
         if kind == "restart":
             return events
@@ -133,12 +146,11 @@ class StreamReader:
             return events
         if kind == "end":
             self.ended = True
-            return [*events, StreamEvent(entry_id, "end", end=StreamEnd(**json.loads(fields["end"])))]
+            return [*events, self._event("end", end=StreamEnd(**json.loads(fields["end"])))]
         fresh = text[self.offset - offset :]
         if fresh:
-            self._spoken = True
             self.offset += len(fresh)
-            events.append(StreamEvent(entry_id, "text", text=fresh, tokens=int(fields["tokens"])))
+            events.append(self._event("text", text=fresh, tokens=int(fields["tokens"])))
         return events
 
     def conclude(self, attempt: int, text: str | None, end: StreamEnd) -> list[StreamEvent]:
@@ -146,12 +158,27 @@ class StreamReader:
 
         ``text`` is the whole answer, or ``None`` where SQL has none because the job did not succeed.
         """
-        events = []
-        if attempt != self.attempt and self._spoken:
-            events.append(StreamEvent(self.last_id, "restart"))
-        if attempt != self.attempt:
-            self.offset = 0
-        if text is not None and text[self.offset :]:
-            events.append(StreamEvent(self.last_id, "text", text=text[self.offset :]))
-        self.attempt, self.ended = attempt, True
-        return [*events, StreamEvent(self.last_id, "end", end=end)]
+        events = self._begin(attempt)
+        if text is not None and (rest := text[self.offset :]):
+            self.offset += len(rest)
+            events.append(self._event("text", text=rest))
+        self.ended = True
+        return [*events, self._event("end", end=end)]
+
+    def _begin(self, attempt: int) -> list[StreamEvent]:
+        """Turn to this attempt; a restart when text of another one has been handed out."""
+        if attempt == self.attempt:
+            return []
+        spoken = self.offset > 0
+        self.attempt, self.offset, self.gap, self.needs_sql = attempt, 0, False, False
+        return [self._event("restart")] if spoken else []
+
+    def _event(
+        self,
+        kind: Literal["restart", "text", "end"],
+        *,
+        text: str = "",
+        tokens: int = 0,
+        end: StreamEnd | None = None,
+    ) -> StreamEvent:
+        return StreamEvent(str(self.position), kind, text, tokens, end)

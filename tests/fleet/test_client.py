@@ -215,7 +215,11 @@ def test_no_field_ends_in_anything_but_a_bad_request(client: Client, fields: dic
 
 
 @pytest.mark.parametrize(
-    "last_id", ["foo", "", "1-x", "-", "\u0661-0", "9" * 21, str(2**64), "0-" + "9" * 5000]
+    "last_id",
+    [
+        *("foo", "", "1-x", "-", "\u0661-0", "9" * 21, str(2**64), "0-" + "9" * 5000),
+        *("1-0.1", "1-0.1.-2", "1-0.1.2.fin", "1-0.1.2.end.end", "1-0.1." + "9" * 11),
+    ],
 )
 def test_what_is_no_id_of_an_event_is_refused_before_the_first_is_asked_for(
     client: Client, last_id: str

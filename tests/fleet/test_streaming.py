@@ -98,9 +98,11 @@ def test_what_redis_does_not_have_any_more_comes_from_sql(client: Client, redis_
     whole = list(job.stream(timeout_s=30))
     assert [event.kind for event in whole] == ["text", "end"]
     assert text_of(whole) == text_of(first)
-    again = list(job.stream(last_id=first[2].id, timeout_s=30))
-    assert [event.kind for event in again] == ["restart", "text", "end"]
-    assert text_of(again) == text_of(first)
+    rest = list(job.stream(last_id=first[2].id, timeout_s=30))
+    assert [event.kind for event in rest] == ["text", "end"]
+    assert text_of(rest) == text_of(first[3:])
+    assert list(job.stream(last_id=rest[0].id, timeout_s=30)) == rest[1:], "its end alone"
+    assert list(job.stream(last_id=rest[1].id, timeout_s=30)) == []
 
 
 def test_a_job_that_begins_again_elsewhere_restarts_its_stream(make_fleet: MakeFleet) -> None:

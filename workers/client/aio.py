@@ -128,7 +128,9 @@ class AsyncClient:
     ) -> AsyncGenerator[StreamEvent, None]:
         """See ``Client.stream``. The job is looked for with the first event; its arguments are checked at once."""
         check_timeout(timeout_s)
-        return self._stream(job_id, None if last_id is None else check_last_id(last_id), timeout_s)
+        if last_id is not None:
+            check_last_id(last_id)
+        return self._stream(job_id, last_id, timeout_s)
 
     async def _stream(
         self, job_id: str, last_id: str | None, timeout_s: float | None

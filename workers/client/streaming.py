@@ -17,16 +17,16 @@ from backend.api import RequestError, TokenmillError
 from models_db import jobs
 from models_db.jobs import JobStatus, StoredResult
 from workers.broker import BrokerUnavailableError
-from workers.streams import FIRST_ID, StreamEnd, StreamEvent, StreamReader, stream_key
+from workers.streams import FIRST_ID, Position, StreamEnd, StreamEvent, StreamReader, stream_key
 
 _BLOCK_S = 1.0  # between two looks at SQL, for jobs that end without a word in the stream
 _BATCH = 500
-_ID = re.compile(r"(\d{1,20})(?:-(\d{0,20}))?", re.ASCII)
+_ID = re.compile(r"(\d{1,20})(?:-(\d{0,20}))?(?:\.(\d{1,10})\.(\d{1,10})(\.end)?)?", re.ASCII)
 _LARGEST = 2**64 - 1  # that Redis takes
 
 
-def check_last_id(last_id: str) -> str:
-    """The id as Redis writes it.
+def check_last_id(last_id: str) -> Position | None:
+    """Where the event of this id was; ``None`` for the id of a mere entry, which does not tell what came of it.
 
     Raises:
         RequestError: it is none.
@@ -40,7 +40,10 @@ def check_last_id(last_id: str) -> str:
             value=last_id,
             fix="Give the id of the last event read",
         )
-    return f"{first}-{second}"
+    entry_id = f"{first}-{second}"
+    if match[3] is None:
+        return Position() if entry_id == FIRST_ID else None
+    return Position(entry_id, int(match[3]), int(match[4]), match[5] is not None)
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
@@ -116,26 +119,28 @@ def read_stream(
         outcome: looks into SQL, see ``concluded``.
         url: the connection's, for errors.
     """
-    key, reader = stream_key(job_id), StreamReader()
+    key = stream_key(job_id)
+    reader, voided = _begin(last_id)
     give_up = None if timeout_s is None else clock() + timeout_s
     try:
-        if last_id is not None and (last_id := check_last_id(last_id)) != FIRST_ID:
-            known: Any = connection.xrange(key, min=last_id, max=last_id)
-            yield from _resume(reader, last_id, known)
+        yield from voided
         while not reader.ended:
             left = _BLOCK_S if give_up is None else min(_BLOCK_S, give_up - clock())
             if left <= 0:
-                raise StreamTimeoutError(job_id, timeout_s or 0.0, reader.last_id)
+                raise StreamTimeoutError(job_id, timeout_s or 0.0, str(reader.position))
             block_ms = max(1, round(1000 * left))
             found: Any = connection.xread({key: reader.last_id}, count=_BATCH, block=block_ms)
-            if not found or reader.needs_sql:
-                ended = outcome()
-                if ended is not None and not found:  # what came between the two looks counts
-                    found = connection.xread({key: reader.last_id}, count=_BATCH)
-                if ended is not None and (reader.needs_sql or not found):
+            if not found and (ended := outcome()) is not None:
+                found = connection.xread(
+                    {key: reader.last_id}, count=_BATCH
+                )  # what came between the two looks
+                if not found:
                     yield from conclusion(reader, *ended)
                     return
             yield from _events(reader, found)
+            if found and reader.needs_sql and (ended := outcome()) is not None:
+                yield from conclusion(reader, *ended)
+                return
     except StreamTimeoutError:  # an OSError, too
         raise
     except (redis.RedisError, OSError) as error:
@@ -153,40 +158,47 @@ async def read_stream_async(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[StreamEvent, None]:
     """As ``read_stream``, without a thread while it waits."""
-    key, reader = stream_key(job_id), StreamReader()
+    key = stream_key(job_id)
+    reader, voided = _begin(last_id)
     give_up = None if timeout_s is None else clock() + timeout_s
     try:
-        if last_id is not None and (last_id := check_last_id(last_id)) != FIRST_ID:
-            known: Any = await connection.xrange(key, min=last_id, max=last_id)
-            for event in _resume(reader, last_id, known):
-                yield event
+        for event in voided:
+            yield event
         while not reader.ended:
             left = _BLOCK_S if give_up is None else min(_BLOCK_S, give_up - clock())
             if left <= 0:
-                raise StreamTimeoutError(job_id, timeout_s or 0.0, reader.last_id)
+                raise StreamTimeoutError(job_id, timeout_s or 0.0, str(reader.position))
             block_ms = max(1, round(1000 * left))
             found: Any = await connection.xread({key: reader.last_id}, count=_BATCH, block=block_ms)
-            if not found or reader.needs_sql:
-                ended = await outcome()
-                if ended is not None and not found:  # what came between the two looks counts
-                    found = await connection.xread({key: reader.last_id}, count=_BATCH)
-                if ended is not None and (reader.needs_sql or not found):
+            if not found and (ended := await outcome()) is not None:
+                found = await connection.xread(
+                    {key: reader.last_id}, count=_BATCH
+                )  # what came between the two looks
+                if not found:
                     for event in conclusion(reader, *ended):
                         yield event
                     return
             for event in _events(reader, found):
                 yield event
+            if found and reader.needs_sql and (ended := await outcome()) is not None:
+                for event in conclusion(reader, *ended):
+                    yield event
+                return
     except StreamTimeoutError:  # an OSError, too
         raise
     except (redis.RedisError, OSError) as error:
         raise BrokerUnavailableError(url, error) from error
 
 
-def _resume(reader: StreamReader, last_id: str, found: list[tuple[str, dict[str, str]]]) -> list[StreamEvent]:
-    if not found:
-        return [reader.lost()]
-    reader.resume(last_id, found[0][1])
-    return []
+def _begin(last_id: str | None) -> tuple[StreamReader, list[StreamEvent]]:
+    """A reader that goes on behind this event, and what is to be said first."""
+    if last_id is None:
+        return StreamReader(), []
+    position = check_last_id(last_id)
+    if position is None:
+        reader = StreamReader()
+        return reader, [reader.lost()]
+    return StreamReader(position), []
 
 
 def _events(reader: StreamReader, found: Any) -> Iterator[StreamEvent]:

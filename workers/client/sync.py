@@ -442,7 +442,7 @@ class Client:
         """
         check_timeout(timeout_s)
         if last_id is not None:
-            last_id = check_last_id(last_id)
+            check_last_id(last_id)
         if self.has_database:
             self.status(job_id)
         with self._opening:
