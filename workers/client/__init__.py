@@ -33,8 +33,10 @@ from workers.client.errors import (
     SubmissionUnknownError,
     WaitTimeoutError,
 )
+from workers.client.handle import JobHandle
 from workers.client.streaming import StreamTimeoutError
-from workers.client.sync import Client, JobHandle, Submission
+from workers.client.submission import Submission
+from workers.client.sync import Client
 from workers.streams import StreamEnd, StreamEvent
 
 __all__ = [

@@ -16,8 +16,9 @@ from models_db.jobs import JobStatus, StoredResult
 from models_db.tables import JobState
 from workers.broker import async_stream_connection
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
-from workers.client.streaming import check_last_id, check_timeout, read_stream_async
-from workers.client.sync import Client, pauses
+from workers.client.streaming import check_last_id, read_stream_async
+from workers.client.sync import Client
+from workers.client.waiting import check_timeout, pauses
 from workers.settings import Settings
 from workers.streams import StreamEvent
 

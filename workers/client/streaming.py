@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from numbers import Real
 from typing import Any
 
 import redis
@@ -44,25 +42,6 @@ def check_last_id(last_id: str) -> Position | None:
     if match[3] is None:
         return Position() if entry_id == FIRST_ID else None
     return Position(entry_id, int(match[3]), int(match[4]), match[5] is not None)
-
-
-def check_timeout(timeout_s: float | None) -> float | None:
-    """The time to wait, as it was given.
-
-    Raises:
-        RequestError: it is no number of seconds.
-    """
-    given: Any = timeout_s
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):
-        raise RequestError(
-            "is not a number of seconds",
-            field="timeout_s",
-            value=timeout_s,
-            fix="Give a number, or None to wait without an end",
-        )
-    return timeout_s
 
 
 class StreamTimeoutError(TokenmillError, TimeoutError):

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import logging
-import random
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import redis
 from sqlalchemy import Connection, Engine
 
-from backend.api import MAX_SEED, ConfigurationError, RequestError, check_text
+from backend.api import RequestError
 from models_db import jobs
-from models_db.base import JsonText
 from models_db.clock import DatabaseClock
 from models_db.errors import CommitUnknownError, DatabaseError, DatabaseUnavailableError, UnknownJobError
-from models_db.ids import uuid7
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
 from models_db.migrate import check_schema
 from models_db.session import certain, make_engine, reading
@@ -31,7 +26,6 @@ from models_db.tables import JobState
 from models_db.tenants import TenantLimit
 from models_db.text import clean_text
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
-from workers.callbacks.wanted import wanted_callback
 from workers.chunks import take_chunk
 from workers.client.errors import (
     JobFailedError,
@@ -40,10 +34,15 @@ from workers.client.errors import (
     SubmissionUnknownError,
     WaitTimeoutError,
 )
-from workers.client.streaming import check_last_id, check_timeout, concluded, read_stream
-from workers.payload import Forms, GeneratePayload, encode_message, queue_for, queue_key
+from workers.client.handle import JobHandle
+from workers.client.streaming import check_last_id, concluded, read_stream
+from workers.client.submission import Submission, delivery
+from workers.client.waiting import check_timeout, pauses
+from workers.payload import GeneratePayload
 from workers.settings import Settings, load_settings
 from workers.streams import StreamEvent
+
+__all__ = ["Client", "JobHandle", "Submission"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,62 +50,6 @@ _CHUNK = 500  # rows a transaction and messages a round trip, for submit_many
 # A client that freezes within a transaction keeps the locks of its jobs and tenant for no longer than this.
 _IDLE_IN_TRANSACTION_S = 30.0
 _CLOCK_AGE_S = 60.0  # until the database's clock is looked at again
-MAX_KEY = 255  # characters of an idempotency key, as the column has them
-_FIRST_POLL_S = 0.01
-_LONGEST_POLL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """One checked request, with where it belongs.
-
-    Raises:
-        RequestError: the key is no text that a database can hold.
-    """
-
-    payload: GeneratePayload
-    batch_id: str | None = None
-    position: int | None = None
-    idempotency_key: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.idempotency_key is not None:
-            check_key(self.idempotency_key)
-
-
-@dataclass(frozen=True, slots=True)
-class JobHandle:
-    """A job that was accepted. ``id`` is also its Celery task id.
-
-    ``created`` is false when the idempotency key belonged to an earlier job, which this then is.
-    ``published`` is false when Redis could not be reached, and the job waits in SQL to be published.
-    """
-
-    id: str
-    created: bool = True
-    published: bool = True
-    client: Client | None = field(default=None, repr=False, compare=False)
-
-    def wait(self, timeout_s: float | None = None) -> StoredResult:
-        """See ``Client.wait``."""
-        return self._owner().wait(self.id, timeout_s)
-
-    def stream(self, *, last_id: str | None = None, timeout_s: float | None = None) -> Iterator[StreamEvent]:
-        """See ``Client.stream``."""
-        return self._owner().stream(self.id, last_id=last_id, timeout_s=timeout_s)
-
-    def status(self) -> JobStatus:
-        """See ``Client.status``."""
-        return self._owner().status(self.id)
-
-    def cancel(self) -> JobState:
-        """See ``Client.cancel``."""
-        return self._owner().cancel(self.id)
-
-    def _owner(self) -> Client:
-        if self.client is None:
-            raise ConfigurationError(f"this handle of job {self.id} has no client. Use client.wait(job.id)")
-        return self.client
 
 
 class Client:
@@ -242,7 +185,7 @@ class Client:
     def new_jobs(self, submissions: Sequence[Submission]) -> list[NewJob]:
         """The rows that ``submit_payloads`` would insert, which are not inserted here."""
         now = self.now()
-        return [self._new_job(submission, now) for submission in submissions]
+        return [each.new_job(now, self.settings, stored=self.has_database) for each in submissions]
 
     def now(self) -> datetime:
         """The present, by which what is submitted is dated: by the database's clock, as workers judge it.
@@ -275,7 +218,7 @@ class Client:
         if not self.has_database:
             if any(job.idempotency_key for job in new):
                 raise NoDatabaseError("an idempotency key")
-            self._broker.push(map(_delivery, new))
+            self._broker.push(map(delivery, new))
             return [JobHandle(job.id, client=self) for job in new]
         limits = self._limits(new) if limited else None
         outcomes = self._insert(new, limits)
@@ -312,7 +255,7 @@ class Client:
         if not accepted:
             return True
         try:
-            self._broker.push(map(_delivery, accepted))
+            self._broker.push(map(delivery, accepted))
         except BrokerUnavailableError as error:
             log.warning("%d accepted job(s) wait in SQL to be published: %s", len(accepted), error)
         else:
@@ -337,36 +280,6 @@ class Client:
         fields = dict(request)
         key = fields.pop("idempotency_key", None)
         return Submission(self.payload(fields), idempotency_key=key)
-
-    def _new_job(self, submission: Submission, now: datetime) -> NewJob:
-        forms = Forms.of(submission.payload)
-        # The key must find the same job again, so what is compared is the request before a seed is drawn.
-        asked_for = None if submission.idempotency_key is None else forms.digest()
-        payload = with_seed(submission.payload)
-        if payload is not submission.payload:
-            forms = Forms.of(payload)
-        job_id = uuid7()
-        deadline = None if payload.deadline_s is None else now + timedelta(seconds=payload.deadline_s)
-        return NewJob(
-            id=job_id,
-            batch_id=submission.batch_id,
-            position=submission.position,
-            custom_id=payload.custom_id,
-            idempotency_key=submission.idempotency_key,
-            payload_hash=asked_for,
-            tenant=payload.tenant,
-            model=payload.model,
-            queue=queue_for(payload.model),
-            priority=payload.priority,
-            params=forms.params,
-            prompt=forms.prompt,
-            message=JsonText(encode_message(job_id, payload, forms.fields, stored=self.has_database)),
-            created_at=now,
-            published_at=now if self.has_database else None,
-            tokens=payload.tokens_at_most if self.settings.limits_tenants else 0,
-            deadline_at=deadline,
-            callback=wanted_callback(payload, self.settings),
-        )
 
     # --------------------------------------------------------------------------------------------------- read
 
@@ -530,29 +443,6 @@ class Client:
         self.close()
 
 
-def with_seed(payload: GeneratePayload, draw: Callable[[int], int] = secrets.randbelow) -> GeneratePayload:
-    """The payload, with a seed drawn where sampling is random and none was given: every attempt repeats."""
-    if payload.temperature == 0 or payload.seed is not None:
-        return payload
-    return payload.model_copy(update={"seed": draw(MAX_SEED + 1)})
-
-
-def check_key(key: object) -> None:
-    """Refuse what cannot be an idempotency key.
-
-    Raises:
-        RequestError: it is no text, empty, longer than 255 characters, or cannot be stored.
-    """
-    name = "idempotency_key"
-    if not isinstance(key, str):
-        fix = f"Write it as text: {str(key)!r}" if isinstance(key, int) else "Give text"
-        raise RequestError("must be text", field=name, value=key, fix=fix)
-    if not 0 < len(key) <= MAX_KEY:
-        fix = f"Use 1 to {MAX_KEY} characters, or a digest of what it stands for"
-        raise RequestError(f"has {len(key)} characters", field=name, fix=fix)
-    check_text(key, name)
-
-
 def _checked_id(job_id: str) -> str:
     """The id. One that no job can have is unknown, rather than an error of the database's driver.
 
@@ -569,29 +459,3 @@ def _status(connection: Connection, job_id: str) -> JobStatus:
     if status is None:
         raise UnknownJobError(job_id)
     return status
-
-
-def _delivery(job: NewJob) -> tuple[str, bytes]:
-    """A new job's first delivery: its stored message as it is, whose tag nothing else has yet."""
-    assert isinstance(job.message, JsonText)
-    return queue_key(job.queue, job.priority), job.message.encode()
-
-
-def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
-    """Seconds to sleep between looks, growing to one with some spread; ``None`` when the time is over.
-
-    Raises:
-        RequestError: ``timeout_s`` is no number of seconds.
-    """
-    check_timeout(timeout_s)
-    spread = random.Random(ascii(job_id))  # many waiters must not ask in step
-    give_up = None if timeout_s is None else time.monotonic() + timeout_s
-    pause_s = _FIRST_POLL_S
-    while True:
-        left = None if give_up is None else give_up - time.monotonic()
-        if left is not None and left <= 0:
-            yield None
-            return
-        chosen = pause_s * spread.uniform(0.75, 1.0)
-        yield chosen if left is None else min(chosen, left)
-        pause_s = min(pause_s * 1.3, _LONGEST_POLL_S)
