@@ -29,10 +29,12 @@ from workers.client import Client
 from workers.demo import Demo
 from workers.payload import BULK_PRIORITY, queue_for, queue_key
 
+TOKENS_PER_S = 100  # of each request, so that a long answer takes its time
+
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
-    with echo_fleet(tmp_path_factory.mktemp("fleet")) as running:
+    with echo_fleet(tmp_path_factory.mktemp("fleet"), ENGINE_ECHO_TOKENS_PER_S=str(TOKENS_PER_S)) as running:
         yield running
 
 
@@ -273,44 +275,76 @@ def test_failed_jobs_are_run_again_and_bad_lines_are_not(fleet: Demo, client: Cl
     assert client.attempts(before["bad"]) == []
 
 
+KILLED_COMMAND = """
+import os, signal, sys
+from workers.cli import app
+from workers.cli.bulk_work import Shown
+
+moment, *arguments = sys.argv[1:]
+replace = os.replace
+
+def shown(self, progress):
+    state = {"feeding": "validating", "watching": "in_progress"}.get(moment)
+    some = progress.inserted if moment == "feeding" else progress.done
+    if progress.state == state and 0 < some < progress.total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def deadly(draft, path):
+    if moment == "replacing" and str(path).endswith("out.jsonl"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(draft, path)
+
+Shown.__call__, os.replace = shown, deadly
+app(["bulk", *arguments])
+"""
+
+
 def test_a_run_killed_at_any_moment_is_resumed_to_the_same_file(fleet: Demo, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", rows(700))
-    undisturbed = tmp_path / "whole.jsonl"
-    assert bulk(fleet, "run", source, "-o", undisturbed).exit_code == 0
-    command = [
-        sys.executable,
-        "-m",
-        "workers.cli",
-        "bulk",
-        "run",
-        str(source),
-        "-o",
-        str(tmp_path / "out.jsonl"),
-    ]
+    """Killed while it feeds; then while it watches, with some answers in; then while it puts the files in place."""
+    output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    manifest = tmp_path / "out.manifest.json"
     environment = os.environ | {
         "TOKENMILL_BROKER_URL": fleet.settings.broker_url,
         "TOKENMILL_DATABASE_URL": fleet.settings.database_url,
         "TOKENMILL_MODEL": fleet.settings.model,
     }
-    process = subprocess.Popen(
-        [*command, "--in-flight", "50"], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("Batch "):
-            batch_id = line.split()[1].rstrip(":")
-            break
-    process.kill()
-    process.wait(30)
-    process.stderr.close()
-    assert not (tmp_path / "out.jsonl").exists()
-    assert bulk(fleet, "resume", batch_id, "-o", tmp_path / "out.jsonl").exit_code == 0
+
+    def killed(moment: str, *arguments: str | Path) -> str | None:
+        command = [sys.executable, "-c", KILLED_COMMAND, moment, *map(str, arguments), "-o", str(output)]
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        return done.stderr if done.returncode == -signal.SIGKILL else None
+
+    yesterday = {path: path.name.encode() for path in (output, tmp_path / "out.errors.jsonl", manifest)}
+    for path, content in yesterday.items():
+        path.write_bytes(content)
+    for longest in (TOKENS_PER_S, 5 * TOKENS_PER_S, 25 * TOKENS_PER_S):
+        slow = {"custom_id": "slow", "prompt": "a b c", "max_tokens": longest}
+        source = write(tmp_path / "in.jsonl", [*rows(700), slow])
+        fed = killed("feeding", "run", source, "--in-flight", "50")
+        assert fed is not None
+        batch_id = fed.split("Batch ", 1)[1].split(":", 1)[0]
+        watched = killed("watching", "resume", batch_id)
+        if watched is not None:
+            break  # a machine that is held up may see no more than the end
+    assert watched is not None
+    counts = json.loads(bulk(fleet, "status", batch_id, "--json").stdout)["counts"]
+    assert counts["succeeded"] > 0
+    assert {path: path.read_bytes() for path in yesterday} == yesterday
+
+    assert killed("replacing", "resume", batch_id) is not None
+    assert (tmp_path / "out.errors.jsonl").read_bytes() == b""
+    assert output.read_bytes() == yesterday[output]
+    assert not manifest.exists()
+
+    assert bulk(fleet, "resume", batch_id, "-o", output).exit_code == 0
+    assert json.loads(manifest.read_text())["results"] == len(lines(output)) == 701
+    assert bulk(fleet, "run", source, "-o", whole).exit_code == 0
     timed = {"job_id", "seed", "queue_time_s", "time_to_first_token_s", "latency_s", "cached_tokens"}
 
     def stable(path: Path) -> list[dict[str, Any]]:
         return [{name: value for name, value in line.items() if name not in timed} for line in lines(path)]
 
-    assert stable(tmp_path / "out.jsonl") == stable(undisturbed)
+    assert stable(output) == stable(whole)
 
 
 def test_once_all_lines_are_in_a_changed_file_costs_only_its_own_keys(fleet: Demo, tmp_path: Path) -> None:
