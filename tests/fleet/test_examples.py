@@ -139,9 +139,11 @@ class PokeReturnValue:
     def __init__(self, is_done, xcom_value=None):
         self.is_done, self.xcom_value = is_done, xcom_value
 
+commands = []
 def bash(function):
     def run(*arguments):  # as Airflow's: the last line of what the command prints is handed on
-        done = subprocess.run(function(*arguments), shell=True, check=True, stdout=subprocess.PIPE, text=True)
+        commands.append(function(*arguments))
+        done = subprocess.run(commands[-1], shell=True, check=True, stdout=subprocess.PIPE, text=True)
         return (done.stdout.splitlines() or [""])[-1]
     return run
 
@@ -177,12 +179,27 @@ assert dags[0]["schedule"] == "15 1 * * *" and dags[0]["catchup"] is False
 """
 
 
+AIRFLOW_STATUS = """
+def ends(status):
+    stand_in = f"tokenmill() {{ return {status}; }}; {commands[-1]}"
+    return subprocess.run(["bash", "-c", stand_in]).returncode == 0
+
+assert "bulk resume" in commands[-1]
+assert [ends(status) for status in (0, 1, 2, 3, 130)] == [True, True, False, False, False]
+"""
+
+
 def test_the_nightly_dag_submits_waits_and_collects(environment: dict[str, str], tmp_path: Path) -> None:
-    """With stand-ins for Airflow's decorators, which run each task as soon as it is called."""
-    (tmp_path / "prompts.jsonl").write_bytes(PROMPTS.read_bytes())
+    """With stand-ins for Airflow's decorators, which run each task as soon as it is called.
+
+    A line that failed does not fail the night; whatever else the last command's exit status says, does.
+    """
+    (tmp_path / "prompts.jsonl").write_bytes(PROMPTS.read_bytes() + b'{"custom_id": "bad"}\n')
     folder = {"NIGHTLY_FOLDER": str(tmp_path)}
-    run([sys.executable, "-c", AIRFLOW, str(EXAMPLES)], environment | folder, tmp_path)
+    run([sys.executable, "-c", AIRFLOW + AIRFLOW_STATUS, str(EXAMPLES)], environment | folder, tmp_path)
     assert len((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()) == 30
+    (bad,) = (tmp_path / "answers.errors.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(bad)["custom_id"] == "bad"
 
 
 # --------------------------------------------------------------------------------------------- web applications
