@@ -3,9 +3,9 @@
 Copy it into the DAGs folder. Tokenmill's settings (TOKENMILL_BROKER_URL, TOKENMILL_DATABASE_URL) come from the
 environment of the Airflow workers, which need the light base package with its command on PATH.
 
-The command of "collect" exits with 1 where some lines have no answer. They are in answers.errors.jsonl, with the reason,
-and the task succeeds all the same; any other status but 0 fails it. Where one line without an answer is to fail the
-night, leave out what begins with ||.
+The command of "collect" exits with 1 where some lines have no answer. They are in answers.errors.jsonl, each with its
+reason, and the task succeeds all the same; any other status but 0 fails it. Where one line without an answer is to fail
+the night, leave out what begins with ||.
 """
 
 from __future__ import annotations
