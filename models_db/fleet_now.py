@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import Connection, and_, func, select, text
 
 from models_db.base import UTCDateTime
-from models_db.rollup_tables import RollupMark
+from models_db.rollups import rolled_until
 from models_db.tables import EngineSample, Job, JobState
 from models_db.timesql import database_now
 from models_db.workers import WorkerRecord, unended_workers
@@ -136,5 +136,5 @@ def look(conn: Connection, dead_after_s: float, *, now: datetime | None = None, 
             )
             for row in conn.execute(open_batches, {"batches": batches})
         ],
-        rolled_until=conn.scalar(select(RollupMark.rolled_until)),
+        rolled_until=rolled_until(conn),
     )

@@ -42,12 +42,13 @@ class JobClass(Base):
 
 
 class RollupMark(Base):
-    """How far the roll-ups are: one row."""
+    """How far the roll-ups are: the row ``rollups``. Each other one is a note of samples that the next one looks at."""
 
     __tablename__ = "rollup_mark"
 
     name: Mapped[str] = mapped_column(String(16), primary_key=True)
-    rolled_until: Mapped[datetime | None] = mapped_column(UTCDateTime)  # every minute before it is there
+    # Every minute before it is there; of a note: since when there are samples that may not be.
+    rolled_until: Mapped[datetime | None] = mapped_column(UTCDateTime)
     complete_from: Mapped[datetime | None] = mapped_column(UTCDateTime)  # what lies before it may be pruned
 
     __table_args__ = (MARIADB_TABLE,)

@@ -1,12 +1,17 @@
 """Computes the roll-ups from samples, attempts and results: per minute, and per hour from the minutes.
 
 A stretch of time is computed by deleting its rows and inserting them anew in one transaction, so doing it again, or
-twice at once, changes nothing. ``advance`` goes on from where the last one stopped; any worker may call it. Whoever
-writes samples into a time that is done sets the mark back (``note_samples``).
+twice at once, changes nothing. ``advance`` goes on from where the last one stopped; any worker may call it.
+
+Whoever writes samples leaves a note of their time in the same transaction (``note_samples``). A roll-up reads the notes
+before the samples, so that it has seen the samples of every note that it takes away; one that it has not seen stays for
+the next, which goes back to a time that was done. So none is lost, whenever it is committed, and no writer waits for a
+roll-up, which holds the mark for as long as it computes.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +22,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, or_, select, update
 
 from models_db.base import Base
-from models_db.dialects import insert_or_ignore, insert_rows
+from models_db.dialects import chunked, insert_or_ignore, insert_rows
 from models_db.rollup_queries import hours, minutes, new_classes
 from models_db.rollup_tables import (
     JobClass,
@@ -40,7 +45,7 @@ SETTLE = timedelta(seconds=10)
 LOOK_BACK = MINUTE
 """What lies so far before the mark is computed once more: a commit may have been on its way."""
 
-_MARK_ROW = select(RollupMark.rolled_until, RollupMark.complete_from).where(RollupMark.name == MARK)
+_MARK_ROWS = select(RollupMark.name, RollupMark.rolled_until, RollupMark.complete_from)
 
 ROLLUPS: tuple[type[Base], ...] = (
     ThroughputMinute,
@@ -64,7 +69,7 @@ def floor_hour(moment: datetime) -> datetime:
 
 def rolled_until(conn: Connection) -> datetime | None:
     """Up to when every minute has been computed; ``None`` before the first."""
-    return conn.scalar(select(RollupMark.rolled_until).where(RollupMark.name == MARK))
+    return _read_mark(conn).done
 
 
 def advance(
@@ -79,13 +84,13 @@ def advance(
     Leaves it to someone else who is at it. ``with_present`` also computes the part of the present minute that is
     there, which is then computed again.
     """
-    if not with_present and not _due(rolled_until(conn), now):
+    if not with_present and not _due(_read_mark(conn).done, now):
         return False
     _ensure_mark(conn)
-    locked = conn.execute(_MARK_ROW.with_for_update(skip_locked=True)).one_or_none()
-    if locked is None:
+    lock = select(RollupMark.name).where(RollupMark.name == MARK).with_for_update(skip_locked=True)
+    if conn.scalar(lock) is None:
         return False
-    stretch = _next_stretch(conn, locked.rolled_until, locked.complete_from, now, longest, with_present)
+    stretch = _next_stretch(conn, _read_mark(conn), now, longest, with_present)
     if stretch.since is not None:
         roll_up(conn, stretch.since, stretch.until)
     return _set_mark(conn, stretch)
@@ -106,14 +111,13 @@ def advance_aside(
     if engine.dialect.name != "sqlite":
         return transaction(engine, partial(advance, now=now, longest=longest, with_present=with_present))
     with reading(engine) as conn:
-        row = conn.execute(_MARK_ROW).one_or_none()
-    if row is None:
-        transaction(engine, _ensure_mark)
-    mark, complete = (None, None) if row is None else (row.rolled_until, row.complete_from)
-    if not with_present and not _due(mark, now):
+        mark = _read_mark(conn)
+    if not with_present and not _due(mark.done, now):
         return False
+    if mark.rolled_until is None:
+        transaction(engine, _ensure_mark)
     with reading(engine) as conn:
-        stretch = _next_stretch(conn, mark, complete, now, longest, with_present)
+        stretch = _next_stretch(conn, mark, now, longest, with_present)
         classes = [] if stretch.since is None else new_classes(conn, stretch.since, stretch.until)
     if classes:
         transaction(engine, partial(_insert_classes, classes=classes))
@@ -156,13 +160,13 @@ def reopen(conn: Connection, since: datetime) -> None:
 
 
 def note_samples(conn: Connection, oldest: datetime) -> None:
-    """Samples from ``oldest`` on have been inserted: set the mark back if their time was done already.
+    """Samples from ``oldest`` on are inserted in this transaction: the next roll-up sees to it that they count.
 
-    Late samples come from a worker that was cut off from the database; what it finished meanwhile is as late.
+    Late ones come from a worker that was cut off from the database, and what it finished meanwhile is as late; or their
+    commit took long. Nobody can know the latter beforehand, so that every writer leaves its note: a row of its own,
+    which meets no lock.
     """
-    mark = rolled_until(conn)
-    if mark is not None and oldest < mark - LOOK_BACK:
-        reopen(conn, oldest)
+    conn.execute(insert(RollupMark).values(name=secrets.token_hex(8), rolled_until=oldest))
 
 
 def close_before(conn: Connection, moment: datetime) -> None:
@@ -207,11 +211,34 @@ def _ensure_mark(conn: Connection) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """What is to be computed next, with the mark's row as it was when that was judged."""
+class _Mark:
+    """The mark, and the notes of the samples that have come in since a roll-up last looked."""
 
-    mark: datetime | None
-    complete_from: datetime | None
+    rolled_until: datetime | None = None
+    complete_from: datetime | None = None
+    notes: tuple[str, ...] = ()
+    oldest: datetime | None = None  # of the samples that the notes tell of
+
+    @property
+    def done(self) -> datetime | None:
+        """Up to when every minute is computed for good: what lies shortly before the mark is looked at again anyway."""
+        if self.rolled_until is None or self.oldest is None or self.oldest >= self.rolled_until - LOOK_BACK:
+            return self.rolled_until
+        return floor_hour(self.oldest)
+
+
+def _read_mark(conn: Connection) -> _Mark:
+    rows = {name: (until, complete) for name, until, complete in conn.execute(_MARK_ROWS)}
+    until, complete = rows.pop(MARK, (None, None))
+    oldest = min((moment for moment, _ in rows.values() if moment is not None), default=None)
+    return _Mark(until, complete, tuple(rows), oldest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What is to be computed next, with the mark as it was when that was judged."""
+
+    mark: _Mark
     since: datetime | None  # none where there is nothing to compute
     until: datetime
     done: datetime  # what the mark says afterwards
@@ -223,30 +250,29 @@ def _due(mark: datetime | None, now: datetime) -> bool:
 
 
 def _next_stretch(
-    conn: Connection,
-    mark: datetime | None,
-    complete: datetime | None,
-    now: datetime,
-    longest: timedelta,
-    with_present: bool,
+    conn: Connection, mark: _Mark, now: datetime, longest: timedelta, with_present: bool
 ) -> _Stretch:
     target = floor_minute(now - SETTLE)
     end = floor_minute(now) + MINUTE if with_present else target
-    since = _next_source(conn, None if mark is None else mark - LOOK_BACK)
+    since = _next_source(conn, None if mark.done is None else mark.done - LOOK_BACK)
     if since is None or since >= end:
         since, until = None, end
     else:
         since = floor_minute(since)
-        if complete is not None:
-            since = max(since, complete)
+        if mark.complete_from is not None:
+            since = max(since, mark.complete_from)
         until = min(end, floor_hour(since + longest) if longest >= HOUR else since + longest)
-    return _Stretch(mark, complete, since, until, min(until, target), until < end)
+    return _Stretch(mark, since, until, min(until, target), until < end)
 
 
 def _set_mark(conn: Connection, stretch: _Stretch) -> bool:
     """Note what has been computed; whether there may be more to do."""
-    if stretch.mark is None or stretch.done > stretch.mark:
-        conn.execute(update(RollupMark).where(RollupMark.name == MARK).values(rolled_until=stretch.done))
+    begun = stretch.mark.done
+    reached = stretch.done if begun is None else max(begun, stretch.done)
+    if reached != stretch.mark.rolled_until:
+        conn.execute(update(RollupMark).where(RollupMark.name == MARK).values(rolled_until=reached))
+    for names in chunked(stretch.mark.notes):
+        conn.execute(delete(RollupMark).where(RollupMark.name.in_(names)))
     return stretch.more
 
 
@@ -254,8 +280,8 @@ def _store(
     conn: Connection, stretch: _Stretch, found: Sequence[tuple[type[Base], Sequence[dict[str, Any]]]]
 ) -> bool:
     """Put in what was read before; whether there may be more to do, such as all of it again."""
-    row = conn.execute(_MARK_ROW).one()
-    if (row.rolled_until, row.complete_from) != (stretch.mark, stretch.complete_from):
+    now = _read_mark(conn)
+    if (now.rolled_until, now.complete_from) != (stretch.mark.rolled_until, stretch.mark.complete_from):
         return True
     if stretch.since is not None:
         for table, rows in found:
