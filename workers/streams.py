@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from models_db.records import StoredResult
 
 STREAM_PREFIX = "tokenmill:stream:"
 FIRST_ID = "0-0"
@@ -39,6 +41,23 @@ class StreamEnd:
     cached_tokens: int = 0
     error_type: str | None = None
     error_message: str | None = None
+
+    @classmethod
+    def of(
+        cls, state: str, result: StoredResult | None, error_type: str | None, error_message: str | None
+    ) -> Self:
+        """The end of a job that has this result, or none."""
+        if result is None:
+            return cls(state, error_type=error_type, error_message=error_message)
+        return cls(
+            state,
+            result.finish_reason,
+            result.prompt_tokens,
+            result.completion_tokens,
+            result.cached_tokens,
+            error_type,
+            error_message,
+        )
 
 
 @dataclass(frozen=True, slots=True)

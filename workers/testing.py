@@ -10,9 +10,13 @@ Example::
             job = fleet.client.submit("say this back", max_tokens=3)
             assert job.wait(timeout_s=5).text == "say this back"
 
+For an asyncio application there is ``fleet.async_client``, an ``AsyncClient`` like any other, for any loop. Both
+clients see the same jobs.
+
 Jobs really go through SQL (a temporary SQLite file) and through the echo backend, which repeats the words of the
-prompt, so validation, idempotency, cancelling, errors and states are the real ones. ``hold()`` keeps jobs queued, and
-``fail_next()`` makes one fail, for the paths that are hard to reach otherwise.
+prompt, and their tokens through the worker's own writer, so validation, idempotency, cancelling, streams, errors and
+states are the real ones. ``hold()`` keeps jobs queued, and ``fail_next()`` makes one fail, for the paths that are
+hard to reach otherwise.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ import base64
 import json
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
+
+import redis
+import redis.asyncio
 
 from backend.api import FinishReason, GenerationHandle, TokenmillError
 from backend.config import EngineConfig
@@ -38,11 +45,13 @@ from models_db.session import reading, transaction
 from models_db.tables import JobState
 from models_db.workers import register_worker
 from workers.broker import Broker
-from workers.client import Client, JobFailedError, StreamEnd, StreamEvent
+from workers.client import AsyncClient, Client, StreamEnd
 from workers.incarnation import new_worker
 from workers.intake import stored_result
+from workers.local_streams import AsyncLocalStreams, LocalStreams
 from workers.payload import GeneratePayload, queue_for
-from workers.settings import load_settings
+from workers.settings import Settings, load_settings
+from workers.stream_writer import StreamWriter
 
 _LOOK_S = 0.05  # between two looks for cancelled jobs
 
@@ -64,34 +73,37 @@ class _LocalBroker(Broker):
 
 
 class _LocalClient(Client):
-    """A client whose streams come out of SQL, once the job has ended, word by word."""
+    """A client whose streams come from this process."""
 
-    def stream(
-        self, job_id: str, *, last_id: str | None = None, timeout_s: float | None = None
-    ) -> Iterator[StreamEvent]:
-        """See ``Client.stream``."""
-        try:
-            result = self.wait(job_id, timeout_s)
-        except JobFailedError as error:
-            status = error.status
-            end = StreamEnd(
-                str(status.state), error_type=status.error_type, error_message=status.error_message
-            )
-            yield StreamEvent("1-0", "end", end=end)
-            return
-        pieces = result.text.split(" ")
-        events = [
-            StreamEvent(f"{number}-0", "text", text=piece if number == 1 else f" {piece}", tokens=1)
-            for number, piece in enumerate(pieces, 1)
-        ]
-        end = StreamEnd("succeeded", result.finish_reason, result.prompt_tokens, result.completion_tokens)
-        events.append(StreamEvent(f"{len(events) + 1}-0", "end", end=end))
-        known = [event.id for event in events]
-        yield from events[known.index(last_id) + 1 if last_id in known else 0 :]
+    def __init__(self, settings: Settings, broker: Broker, streams: LocalStreams) -> None:
+        super().__init__(settings, broker=broker)
+        self._local = streams
+
+    def _stream_connection(self) -> redis.Redis:
+        return cast(redis.Redis, self._local)
+
+
+class _LocalAsyncClient(AsyncClient):
+    """The same for asyncio. An application may close it, as it does at its end, and another take it up."""
+
+    def __init__(self, settings: Settings, broker: Broker, streams: LocalStreams) -> None:
+        super().__init__(settings, broker=broker)
+        self._local = AsyncLocalStreams(streams)
+
+    def _stream_connection(self) -> redis.asyncio.Redis:
+        return cast(redis.asyncio.Redis, self._local)
+
+    async def close(self) -> None:
+        """Leave it to the fleet."""
+
+    def end(self) -> None:
+        """The fleet is over."""
+        self.sync.close()
+        self._threads.shutdown(wait=False)
 
 
 class LocalFleet:
-    """See the module. ``client`` is there inside the ``with`` block.
+    """See the module. ``client`` and ``async_client`` are there inside the ``with`` block.
 
     Args:
         model: the name that payloads ask for.
@@ -110,6 +122,7 @@ class LocalFleet:
         self._failures: list[str] = []
         self._over = threading.Event()
         self.client: Client
+        self.async_client: AsyncClient
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-test-")
@@ -117,11 +130,20 @@ class LocalFleet:
         given = {"backend": "echo", "model": self._model, "database_url": url} | self._more
         self.settings = load_settings(**given)
         upgrade(url)
-        self.client = _LocalClient(self.settings, broker=_LocalBroker(self))
+        self._streams, broker = LocalStreams(), _LocalBroker(self)
+        self.client = _LocalClient(self.settings, broker, self._streams)
+        self.async_client = self._async_client = _LocalAsyncClient(self.settings, broker, self._streams)
         self._worker = new_worker(self.settings)
         transaction(self.client.engine(), partial(register_worker, worker=self._worker))
         self._backend = create_backend("echo", self._config)
         self._backend.start()
+        self._writer = StreamWriter(
+            cast(redis.Redis, self._streams),
+            interval_s=self.settings.stream_interval_s,
+            expires_s=self.settings.stream_expires_s,
+            max_entries=self.settings.stream_max_entries,
+        )
+        self._writer.start()
         self._watch = threading.Thread(target=self._watch_cancels, daemon=True)
         self._watch.start()
         return self
@@ -132,6 +154,8 @@ class LocalFleet:
         self._over.set()
         self._watch.join()
         self._backend.shutdown(drain=False, timeout_s=1.0)
+        self._writer.stop(1.0)
+        self._async_client.end()
         self.client.close()
         self._folder.cleanup()
 
@@ -181,12 +205,12 @@ class LocalFleet:
                 raise TokenmillError(failure)
             handle = self._backend.submit(payload.to_request(job_id))
         except TokenmillError as error:
-            self._finish(
-                FinishItem(job_id, won.attempt, JobState.FAILED, None, type(error).__name__, str(error))
-            )
+            self._finish(_failed(job_id, won.attempt, error), payload)
             return
         with self._lock:
             self._handles[job_id] = handle
+        if payload.stream:
+            self._writer.begin(job_id, won.attempt, handle)
 
         def done(_: object) -> None:
             with self._lock:
@@ -196,19 +220,22 @@ class LocalFleet:
             try:
                 result = handle.result(0)
             except TokenmillError as error:
-                item = FinishItem(
-                    job_id, won.attempt, JobState.FAILED, None, type(error).__name__, str(error)
-                )
+                item = _failed(job_id, won.attempt, error)
             else:
                 cancelled = result.finish_reason is FinishReason.CANCELLED
                 state = JobState.CANCELLED if cancelled else JobState.SUCCEEDED
                 item = FinishItem(job_id, won.attempt, state, stored_result(result, payload), None, None)
-            self._finish(item)
+            self._finish(item, payload)
 
         handle.future.add_done_callback(done)
 
-    def _finish(self, item: FinishItem) -> None:
+    def _finish(self, item: FinishItem, payload: GeneratePayload) -> None:
         transaction(self.client.engine(), lambda conn: finish(conn, [item], worker_id=self._worker.id))
+        if not payload.stream:
+            self._streams.ended(item.job_id)
+            return
+        end = StreamEnd.of(str(item.state), item.result, item.error_type, item.error_message)
+        self._writer.end(item.job_id, item.attempt, end)
 
     def _watch_cancels(self) -> None:
         while not self._over.wait(_LOOK_S):
@@ -218,3 +245,8 @@ class LocalFleet:
                 handles = [self._handles[job_id] for job_id in wanted if job_id in self._handles]
             for handle in handles:
                 handle.cancel()
+
+
+def _failed(job_id: str, attempt: int, error: TokenmillError) -> FinishItem:
+    """The end of an attempt that came to nothing."""
+    return FinishItem(job_id, attempt, JobState.FAILED, None, type(error).__name__, str(error))

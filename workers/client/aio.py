@@ -14,7 +14,7 @@ import redis.asyncio
 
 from models_db.jobs import JobStatus, StoredResult
 from models_db.tables import JobState
-from workers.broker import async_stream_connection
+from workers.broker import Broker, async_stream_connection
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
 from workers.client.streaming import check_last_id, read_stream_async
 from workers.client.sync import Client
@@ -65,9 +65,10 @@ class AsyncClient:
         *,
         broker_url: str | None = None,
         database_url: str | None = "",
+        broker: Broker | None = None,
         threads: int = 4,
     ) -> None:
-        self.sync = Client(settings, broker_url=broker_url, database_url=database_url)
+        self.sync = Client(settings, broker_url=broker_url, database_url=database_url, broker=broker)
         self._streams: redis.asyncio.Redis | None = None
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-client")
 
@@ -138,10 +139,8 @@ class AsyncClient:
     ) -> AsyncGenerator[StreamEvent, None]:
         if self.sync.has_database:
             await self.status(job_id)
-        if self._streams is None:
-            self._streams = async_stream_connection(self.sync.settings.broker_url)
         events = read_stream_async(
-            self._streams,
+            self._stream_connection(),
             job_id,
             lambda: self._run(lambda: self.sync.concluded(job_id)),
             url=self.sync.settings.broker_url,
@@ -151,6 +150,11 @@ class AsyncClient:
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    def _stream_connection(self) -> redis.asyncio.Redis:
+        if self._streams is None:
+            self._streams = async_stream_connection(self.sync.settings.broker_url)
+        return self._streams
 
     async def close(self) -> None:
         """Close the connections and the threads."""

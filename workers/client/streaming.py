@@ -70,15 +70,7 @@ def concluded(connection: Connection, job_id: str) -> Outcome | None:
 
 def conclusion(reader: StreamReader, status: JobStatus, result: StoredResult | None) -> list[StreamEvent]:
     """The events that are left, from SQL."""
-    end = StreamEnd(
-        state=str(status.state),
-        finish_reason=None if result is None else result.finish_reason,
-        prompt_tokens=0 if result is None else result.prompt_tokens,
-        completion_tokens=0 if result is None else result.completion_tokens,
-        cached_tokens=0 if result is None else result.cached_tokens,
-        error_type=status.error_type,
-        error_message=status.error_message,
-    )
+    end = StreamEnd.of(str(status.state), result, status.error_type, status.error_message)
     return reader.conclude(status.attempt, None if result is None else result.text, end)
 
 

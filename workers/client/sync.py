@@ -358,11 +358,7 @@ class Client:
             check_last_id(last_id)
         if self.has_database:
             self.status(job_id)
-        with self._opening:
-            if self._streams is None:
-                self._streams = stream_connection(self.settings.broker_url)
-            connection = self._streams
-        url = self.settings.broker_url
+        connection, url = self._stream_connection(), self.settings.broker_url
         return read_stream(
             connection, job_id, lambda: self.concluded(job_id), url=url, last_id=last_id, timeout_s=timeout_s
         )
@@ -409,6 +405,12 @@ class Client:
                     raise
                 self._engine = engine
             return self._engine
+
+    def _stream_connection(self) -> redis.Redis:
+        with self._opening:
+            if self._streams is None:
+                self._streams = stream_connection(self.settings.broker_url)
+            return self._streams
 
     @contextmanager
     def _read(self, what: str) -> Iterator[Connection]:
