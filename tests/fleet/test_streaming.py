@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from backend.api import GenerationHandle, GenerationRequest, Prompt, RequestErro
 from models_db.tables import JobState
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.fleet import RedisServer
+from workers.broker import stream_connection
 from workers.client import AsyncClient, Client, StreamEvent, StreamTimeoutError
 from workers.stream_writer import StreamWriter
 from workers.streams import StreamEnd, stream_key
@@ -167,3 +169,45 @@ def test_text_waits_while_redis_is_away(redis_server: RedisServer) -> None:
     assert entries[0][b"kind"] == b"restart"
     assert b"".join(entry.get(b"text", b"") for entry in entries) == b"before after"
     assert 0 < redis_server.client.pttl(stream_key("away")) <= 60_000
+
+
+def test_a_stream_is_bounded_and_who_falls_behind_has_the_rest_from_sql(
+    make_fleet: MakeFleet, redis_server: RedisServer
+) -> None:
+    fleet = make_fleet(stream_max_entries=100)
+    fleet.worker()
+    with Client(fleet.settings) as client:
+        job = client.submit(WORDS, max_tokens=500)  # the worker leaves its stream to this test
+        whole = job.wait(30)
+        first, *pieces = re.findall(r" ?\S+", whole.text)
+        key, made = stream_key(job.id), handle()
+        writer = StreamWriter(
+            stream_connection(fleet.settings.broker_url),
+            interval_s=0,
+            expires_s=60,
+            max_entries=fleet.settings.stream_max_entries,
+        )
+        writer.start()
+        writer.begin(job.id, 1, made)
+        made.push(TokenChunk(first, (1,)))
+        slow = job.stream(timeout_s=30)
+        heard = [next(slow)]
+        last: bytes | str = heard[0].id.partition(".")[0]
+        lengths, written = [], 0
+        for piece in pieces:
+            made.push(TokenChunk(piece, (1,)))
+            ((_, found),) = redis_server.client.xread({key: last}, block=10_000)
+            last, written = found[-1][0], written + len(found)
+            lengths.append(redis_server.client.xlen(key))
+        writer.end(job.id, 1, StreamEnd("succeeded"))
+        writer.stop(20)
+        assert written == len(pieces) == 499
+        assert 100 <= lengths[-1] <= max(lengths) <= 200, "Redis drops nodes of up to a hundred entries whole"
+
+        heard += slow
+        assert [event.kind for event in heard] == ["text", "text", "end"]
+        assert heard[0].text == first
+        assert text_of(heard) == whole.text
+        assert list(job.stream(last_id=heard[0].id, timeout_s=30)) == heard[1:]
+        late = list(job.stream(timeout_s=30))
+        assert [(event.kind, event.text) for event in late] == [("text", whole.text), ("end", "")]
