@@ -13,11 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backend.api import RequestError
 from models_db.batch_rows import BatchRow
 from models_db.jobs import StoredResult
 from models_db.tables import JobState
 from workers import bulk_export
-from workers.bulk_export import Exported, atomic_write, errors_path_for, export_batch, manifest_path_for
+from workers.bulk_export import (
+    Exported,
+    atomic_write,
+    check_output,
+    errors_path_for,
+    export_batch,
+    manifest_path_for,
+)
 from workers.bulk_input import read_carried
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=20)
@@ -188,6 +196,13 @@ def test_a_disk_that_is_full_leaves_all_old_files_as_they_are(
     paths = (errors_path_for(output), output, manifest_path_for(output))
     assert full.value.filename == str(paths[written])
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl", "out.manifest.json"])
+def test_no_file_takes_the_place_of_what_is_no_plain_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(RequestError, match=r"^--output: .*out\.jsonl (is a folder|would replace)"):
+        check_output(tmp_path / "out.jsonl")
 
 
 def test_carried_keys_are_not_lost_to_the_fields_of_an_error(
