@@ -6,9 +6,10 @@ import gc
 import importlib
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import torch
 from backend import assembly
 from backend.config import EngineConfig
 from backend.loading import LoadedModel
+from tests.gpu.gpu_driver import skinny_products
 from tests.gpu.gpu_lock import device_lock
 from tests.gpu.gpu_logits import Spy
+from tests.gpu.gpu_models import LARGE, save_family, save_large
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,3 +105,28 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
 
     monkeypatch.setattr(assembly, "verified_forward", spied_forward)
     return spies
+
+
+@pytest.fixture(scope="session")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of ``LARGE``."""
+    folder = save_large(tmp_path_factory.mktemp("large"))
+    yield folder
+    shutil.rmtree(folder)  # a gigabyte, of which pytest would keep the last three
+
+
+@pytest.fixture
+def save(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
+    """Gives the folder of a family's random model, ``LARGE`` included."""
+
+    def folder_of(family: str) -> Path:
+        return request.getfixturevalue("large_model") if family == LARGE else save_family(family, tmp_path)
+
+    return folder_of
+
+
+@pytest.fixture
+def products() -> Iterator[set[tuple[int, int, int]]]:
+    """See ``skinny_products``."""
+    with skinny_products() as found:
+        yield found

@@ -5,8 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
 from backend.assembly import EngineParts, build_engine
@@ -113,3 +118,20 @@ def count_flips(got: list[list[int]], wanted: list[list[int]]) -> tuple[int, int
         flips += first is not None
         compared += len(one) if first is None else first + 1
     return flips, compared
+
+
+@contextmanager
+def skinny_products() -> Iterator[set[tuple[int, int, int]]]:
+    """Those that kernels for few rows compute, or are captured to, from now on: padded rows, outputs, inputs."""
+    from backend.kernels import skinny_linear
+
+    found: set[tuple[int, int, int]] = set()
+    original = skinny_linear._launch
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> None:
+        found.add((skinny_linear._rows_pad(len(x)), *weight.shape))
+        original(x, weight, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skinny_linear, "_launch", launch)
+        yield found

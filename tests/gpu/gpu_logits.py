@@ -1,4 +1,4 @@
-"""Looks at logits behind an engine: teacher-forced ones, and those of a graph's replay; and replays requests."""
+"""Looks at logits behind an engine: teacher-forced ones, and those of each graph's replays; and replays requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from backend.graphs import GraphKey, GraphRunner
 from backend.runner import Runner, StepForward
 from backend.sequence import Sequence
-from backend.slots import Slot
+from backend.slots import LONG_PREFILL_TOKENS, Slot
 from tests.gpu.gpu_driver import CoreDriver
-from tests.gpu.gpu_models import DEVICE, native
+from tests.gpu.gpu_models import DEVICE, VOCAB, native
 
 
 class Spy:
@@ -34,7 +34,7 @@ class Spy:
 
 
 class Comparing:
-    """Computes each graph's step again, uncaptured, twice for every key: sizes, slot."""
+    """Computes each graph's step again, uncaptured, up to twice for every key: sizes, slot."""
 
     def __init__(self, runner: GraphRunner, spy: Spy) -> None:
         self._runner = runner
@@ -50,18 +50,18 @@ class Comparing:
         mixed = plan.num_decode < len(plan.sequences)
         slots = runner._slots
         key = GraphKey(mixed, len(inputs.input_ids), slots.index(slot), slot.shape.long_prefill)
-        found = self.found.setdefault(key, [])
-        if len(found) == 2 or not slot.sampled:
+        if len(self.found.get(key, ())) == 2 or not slot.sampled:
             return
         sampled = len(slot.sampled)
         replayed = self._spy.logits[:sampled].clone(), slot.device_tokens.clone()
         self._spy.logits.fill_(float("nan"))
         slot.device_tokens.fill_(-7)
         runner._compute(slot, slots[1 - key.slot], inputs, runner.padded_shape(key))
-        found.append((*replayed, self._spy.logits[:sampled].clone(), slot.device_tokens.clone()))
+        again = self._spy.logits[:sampled].clone(), slot.device_tokens.clone()
+        self.found.setdefault(key, []).append((*replayed, *again))
 
     def check(self) -> int:
-        """All pairs are equal, to the bit; returns how many there are."""
+        """All pairs are equal, to the bit; returns how many there are. Graphs that are not ``found`` have none."""
         different = [
             (key, (logits != again).sum().item(), (tokens != tokens_again).sum().item())
             for key, pairs in self.found.items()
@@ -70,6 +70,40 @@ class Comparing:
         ]
         assert not different
         return sum(map(len, self.found.values()))
+
+
+def fill_mixed_graphs(driver: CoreDriver, keys: list[GraphKey], rng: random.Random) -> None:
+    """For each graph of mixed steps, run one that fills it and samples, beside a decode row where that leaves room.
+
+    The driver must be idle, and is so again afterwards.
+    """
+    core = driver.core
+
+    def add(length: int, max_tokens: int = 1) -> Sequence:
+        return driver.add([rng.randrange(3, VOCAB) for _ in range(length)], max_tokens=max_tokens)
+
+    def beside_a_row(key: GraphKey) -> bool:
+        return not key.long_prefill or key.size > LONG_PREFILL_TOKENS
+
+    row = add(3, max_tokens=4 * len(keys) + 10)
+    for _ in range(3):
+        core.step()
+    for key in filter(beside_a_row, keys):
+        if core._next != key.slot:
+            core.step()
+        rest, most = key.size - 1, key.size if key.long_prefill else LONG_PREFILL_TOKENS - 1
+        for at in range(0, rest, most):
+            add(min(most, rest - at))
+        core.step()
+    assert row.finish_reason is None
+    driver.run()
+    for key in keys:
+        if not beside_a_row(key):
+            if core._next != key.slot:
+                add(3)
+                driver.run()
+            add(key.size)
+            driver.run()
 
 
 class TeacherForcing:

@@ -1,4 +1,4 @@
-"""Random models for the tests on a GPU: large enough for its kernels' tiles, small enough to start in a second."""
+"""Random models for the tests on a GPU: large enough for its kernels' tiles, small enough to start in seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_works import LLAMA_8B
 from tests.engine import tiny_models
 from tests.engine.tiny_models import save_random_model
 
@@ -76,6 +77,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     },
     **_MORE,
 }
+# Two layers of Llama 3.1 8B's own shape: only such products have kernels of their own, for few rows in bfloat16.
+LARGE = "llama-8b-layers"
+_LARGE: dict[str, Any] = {
+    **LLAMA_8B,
+    "num_hidden_layers": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 UNFUSED = ("gemma2", "gemma3", "mixtral", "qwen3-moe", "gpt-oss", "smollm3", "phi3-longrope", "granite")
 
 
@@ -86,6 +97,27 @@ def save_family(family: str, folder: Path, **changes: Any) -> Path:
     return save_random_model(
         model_type, folder, seed=seed, noise=0.05, **{**_SIZES, **_HEAD, **own, **changes}
     )
+
+
+def save_large(folder: Path) -> Path:
+    """Write ``LARGE``, made on the device, where its half a billion weights take no time; returns the folder."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with torch.random.fork_rng(devices=[DEVICE]), torch.device(DEVICE), torch.no_grad():
+        torch.manual_seed(8)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**_LARGE), dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms, which are ones otherwise and would show no mistake
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def large_products() -> set[tuple[int, int, int]]:
+    """The products of ``LARGE`` that have kernels of their own: padded rows, outputs, inputs."""
+    from backend.kernels.skinny_linear import _FASTER
+
+    return {key for key in _FASTER if key[1] != LLAMA_8B["vocab_size"]}
 
 
 def make_prompts(count: int, lengths: tuple[int, ...] = (1, 5, 16, 33, 64, 90)) -> list[list[int]]:

@@ -10,11 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from backend.graphs import GraphKey, GraphRunner, decode_buckets, token_buckets
-from backend.slots import is_long_prefill
+from backend.graphs import GraphRunner
 from tests.gpu.gpu_driver import CoreDriver, count_flips, outcome
-from tests.gpu.gpu_logits import Comparing, Spy, alone_and_among_others, errors, forced_logits
-from tests.gpu.gpu_models import DEVICE, FAMILIES, VOCAB, generate, make_prompts, save_family
+from tests.gpu.gpu_logits import (
+    Comparing,
+    Spy,
+    alone_and_among_others,
+    errors,
+    fill_mixed_graphs,
+    forced_logits,
+)
+from tests.gpu.gpu_models import (
+    DEVICE,
+    FAMILIES,
+    LARGE,
+    VOCAB,
+    generate,
+    large_products,
+    make_prompts,
+    save_family,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,21 +37,29 @@ pytestmark = [
 ]
 
 Record = Callable[[str, object], None]
+Save = Callable[[str], Path]
+Products = set[tuple[int, int, int]]
+
+
+def check_products(family: str, products: Products) -> None:
+    """The kernels for few rows compute all that they are for, of the one family that has such products."""
+    assert products == (large_products() if family == LARGE else set())
 
 
 # ------------------------------------------------------------------------------------------- errors against float32
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", [*sorted(FAMILIES), LARGE])
 def test_bfloat16_logits_are_within_twice_transformers_own_error(
-    family: str, tmp_path: Path, spied: list[Spy], record_property: Record
+    family: str, save: Save, spied: list[Spy], products: Products, record_property: Record
 ) -> None:
     """Teacher-forced through prefill chunks, decode steps and mixed ones, with rows joining and leaving."""
-    folder = save_family(family, tmp_path)
+    folder = save(family)
     rng = random.Random(4)
     texts = [[rng.randrange(VOCAB) for _ in range(rng.randint(60, 140))] for _ in range(24)]
     prompts = [rng.randint(1, 50) for _ in texts]
     ours = forced_logits(folder, texts, prompts, spied)
+    check_products(family, products)
     rms, own_rms, most, own_most = errors(folder, texts, prompts, ours)
     record_property("root-mean-square error, ours / transformers'", f"{rms:.5f} / {own_rms:.5f}")
     record_property("largest error, ours / transformers'", f"{most:.4f} / {own_most:.4f}")
@@ -51,6 +74,7 @@ def test_bfloat16_logits_are_within_twice_transformers_own_error(
     [
         ("llama", "bfloat16"),
         ("llama", "float32"),
+        (LARGE, "bfloat16"),
         ("gemma3", "bfloat16"),
         # Mixtures of experts: in bfloat16 their products are grouped on the GPU, and nothing synchronises.
         ("mixtral", "bfloat16"),
@@ -59,23 +83,20 @@ def test_bfloat16_logits_are_within_twice_transformers_own_error(
     ],
 )
 def test_graphs_compute_what_the_same_padded_step_does_uncaptured(
-    family: str, dtype: str, tmp_path: Path, spied: list[Spy], record_property: Record
+    family: str, dtype: str, save: Save, spied: list[Spy], products: Products, record_property: Record
 ) -> None:
     """Every bucket of decode steps, 1 to the largest, and of mixed ones, with either slot; greedy and random rows,
     filters and biases. (Penalties count what was sampled, so that a step of theirs cannot be computed twice.)"""
-    most = 256 if family == "llama" else 40
-    folder = save_family(family, tmp_path)
+    most = {"llama": 256, LARGE: 72}.get(family, 40)
     driver = CoreDriver(
-        folder, dtype=dtype, max_num_seqs=most, max_num_batched_tokens=512, num_kv_blocks=4000
+        save(family), dtype=dtype, max_num_seqs=most, max_num_batched_tokens=512, num_kv_blocks=4000
     )
+    check_products(family, products)
     runner = driver.core._runner
     assert isinstance(runner, GraphRunner)
     comparing = Comparing(runner, spied[-1])
     driver.core._runner = comparing
     rng = random.Random(5)
-
-    def random_prompt(length: int) -> list[int]:
-        return [rng.randrange(3, VOCAB) for _ in range(length)]
 
     def sampling(i: int) -> dict[str, Any]:
         bias = {7: 3.0, 9: -100.0} if i % 5 == 1 else {}
@@ -87,29 +108,13 @@ def test_graphs_compute_what_the_same_padded_step_does_uncaptured(
         }
 
     for i in range(most):  # ends one by one: row counts go through every bucket
-        driver.add(random_prompt(1 + i % 7), max_tokens=16 + 3 * i // 2, **sampling(i))
+        prompt = [rng.randrange(3, VOCAB) for _ in range(1 + i % 7)]
+        driver.add(prompt, max_tokens=16 + 3 * i // 2, **sampling(i))
     driver.run()
-    driver.add(random_prompt(3), max_tokens=400)
-    for _ in range(3):
-        driver.core.step()
-    for size in token_buckets(512):
-        for slot in (0, 1):
-            if driver.core._next != slot:
-                driver.core.step()
-            driver.add(random_prompt(size - 1), max_tokens=1)
-            driver.core.step()
-    driver.run()
+    fill_mixed_graphs(driver, [key for key in runner._captured if key.mixed], rng)
     torch.cuda.synchronize()
     compared = comparing.check()
-    sizes = {False: decode_buckets(most), True: token_buckets(512)}
-    wanted = {
-        GraphKey(mixed, s, i, mixed and is_long_prefill([s - 1]))
-        for mixed, all_of in sizes.items()
-        for s in all_of
-        for i in (0, 1)
-    }
-    # What fills the rows at first may need graphs beyond these; they were compared as well.
-    assert wanted <= set(comparing.found)
+    assert set(comparing.found) == set(runner._captured)
     record_property("steps compared bit by bit", f"{compared}, of {len(comparing.found)} graphs")
 
 
@@ -123,11 +128,13 @@ def run_core(folder: Path, prompts: list[list[int]], sampling: list[dict[str, An
     return sequences
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt-oss", LARGE])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_async_equals_sync_to_the_bit_in_bfloat16(family: str, graphs: bool, tmp_path: Path) -> None:
+def test_async_equals_sync_to_the_bit_in_bfloat16(
+    family: str, graphs: bool, save: Save, products: Products
+) -> None:
     """Requests of equal lengths, all there from the start, so that both modes run the same launches."""
-    folder = save_family(family, tmp_path)
+    folder = save(family)
     prompts = make_prompts(12, lengths=(40,))
     sampling: list[dict[str, Any]] = [
         {"max_tokens": 60, "temperature": (i % 2) * 0.8, "seed": i, "logprobs": 3 if i % 4 == 0 else None}
@@ -137,6 +144,7 @@ def test_async_equals_sync_to_the_bit_in_bfloat16(family: str, graphs: bool, tmp
         run_core(folder, prompts, sampling, dtype="bfloat16", mode=mode, cuda_graphs=graphs)
         for mode in ("async", "sync")
     ]
+    check_products(family, products)
     assert [outcome(s) for s in runs[0]] == [outcome(s) for s in runs[1]]
     assert len({tuple(s.output_ids) for s in runs[0]}) == len(prompts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,8 +16,8 @@ import pytest
 import torch
 
 from backend.streams import STREAM_NAMES, CudaStreams
-from tests.gpu.gpu_driver import CoreDriver, outcome
-from tests.gpu.gpu_models import DEVICE, make_prompts, save_family
+from tests.gpu.gpu_driver import CoreDriver, outcome, skinny_products
+from tests.gpu.gpu_models import DEVICE, LARGE, large_products, make_prompts, save_family
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +25,7 @@ pytestmark = [
 ]
 
 Record = Callable[[str, object], None]
-DELAY_US = 400  # many times what a step of the tiny model takes
+DELAY_US = {"llama": 400, LARGE: 1500}  # many times what a step of the model takes
 
 GREEDY: list[dict[str, Any]] = [{}]
 RANDOM: list[dict[str, Any]] = [
@@ -74,20 +75,33 @@ def tight(mode: str, graphs: bool) -> dict[str, Any]:
     return {"dtype": "bfloat16", "num_kv_blocks": 16, "mode": mode, "cuda_graphs": graphs}
 
 
+@pytest.fixture(scope="module", params=list(DELAY_US))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def undelayed(folder: Path, tight: dict[str, Any]) -> list[Any]:
-    driver = CoreDriver(folder, **tight)
-    got = drive(driver, EVERYTHING)
+def model(request: pytest.FixtureRequest, family: str) -> Path:
+    found: Path = request.getfixturevalue("large_model" if family == LARGE else "folder")
+    return found
+
+
+@pytest.fixture(scope="module")
+def undelayed(family: str, model: Path, tight: dict[str, Any]) -> list[Any]:
+    with skinny_products() as products:
+        driver = CoreDriver(model, **tight)
+        got = drive(driver, EVERYTHING)
     assert driver.core.scheduler.num_preemptions > 0
+    assert products == (large_products() if family == LARGE else set())
     return got
 
 
 @pytest.mark.parametrize("late", STREAM_NAMES)
 def test_outputs_stay_the_same_while_one_stream_is_late(
-    folder: Path, tight: dict[str, Any], undelayed: list[Any], late: str
+    family: str, model: Path, tight: dict[str, Any], undelayed: list[Any], late: str
 ) -> None:
     """Tokens and log-probabilities, to the bit, while the host's buffers are poisoned as they are released."""
-    driver = CoreDriver(folder, **tight, debug_delay=f"{late}:{DELAY_US}", debug_poison=True)
+    driver = CoreDriver(model, **tight, debug_delay=f"{late}:{DELAY_US[family]}", debug_poison=True)
     assert drive(driver, EVERYTHING) == undelayed
 
 
@@ -139,7 +153,11 @@ print("same" if run(True, debug_delay=late + ":3000") == right else "different",
 
 @pytest.mark.parametrize("late", STREAM_NAMES)
 def test_a_late_stream_shows_a_wait_that_is_missing(folder: Path, late: str) -> None:
-    """Or the tests above could not fail. In a process of its own: what is read too early may be any address."""
+    """Or the tests above could not fail. In a process of its own: inputs that come too late may be any address.
+
+    The host has poisoned them by then, or is about to write others. Outputs that are read too early are wrong tokens
+    and no more.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _DEAF, str(folder), late],
         capture_output=True,
@@ -149,7 +167,8 @@ def test_a_late_stream_shows_a_wait_that_is_missing(folder: Path, late: str) -> 
     )
     said = done.stdout.split()
     assert said[:1] == ["same"], done.stderr[-2000:]
-    assert said[1:] != ["same"]
+    crashed = said[1:] == [] and re.search(r"CUDA error|Error \[CUDA\]", done.stderr)
+    assert said[1:] == ["different"] or (late == "h2d" and crashed), done.stderr[-2000:]
 
 
 def test_streams_are_our_own_and_do_not_wait_for_the_default_stream() -> None:
