@@ -8,6 +8,7 @@ backend is done, a commit is answered, someone cancels. It never waits for any o
                       ├─ elsewhere ─► ack: the sweeper makes another delivery if its worker dies
                       ├─ suspect ───► ack: its turn comes without a delivery (workers.suspects)
                       ├─ gone ──────► ack: its row has been pruned
+                      ├─ refused ───► back to its queue, after a while (workers.later)
                       └─ terminal ──► tracer with the stored outcome ─► callback, ack
 
 Results are committed before anything is acknowledged, and count only while the attempt is the current one. What waits
@@ -32,13 +33,15 @@ from celery.utils.log import get_logger
 from backend.api import Backend, RequestError
 from models_db.base import utcnow
 from models_db.claims import ClaimItem, ClaimKind, ClaimOutcome
-from models_db.errors import WriterStoppedError
-from models_db.jobs import request_cancel
+from models_db.errors import DatabaseError, WriterStoppedError
+from models_db.faults import summary
+from models_db.jobs import job_states, request_cancel
 from models_db.tables import AttemptOutcome, JobState
 from workers.actor import Actor
 from workers.cut_off import CutOff
 from workers.endings import Endings, Post, Tracer
 from workers.intake import Delivery, read_delivery
+from workers.later import UNTOLD_S, Later
 from workers.payload import NewerPayloadError, queue_for
 from workers.request import GenerateRequest
 from workers.revokes import Revokes
@@ -101,7 +104,7 @@ class DeliveryTable:
         self._on_fatal = on_fatal
         self._now = now
         self._actor = Actor("delivery-table", self._on_fault, clock)
-        self._endings = Endings(tracer, post, self._actor.send, self._accept)
+        self._endings = Endings(tracer, post, self._actor.send, self._accept, self._on_untold)
         self._runs = Runs(
             self._actor,
             store,
@@ -144,7 +147,7 @@ class DeliveryTable:
         self._isolated = False
         self._numbers = itertools.count(1)
         self._parked: dict[int, Delivery] = {}  # their jobs are just being handed back by us
-        self._held: dict[int, Delivery] = {}  # for workers of a newer version
+        self._later = Later(self._actor, self._endings, self._keeps)
         self._dead = False
 
     # -------------------------------------------------------------------------------------- called from anywhere
@@ -262,7 +265,7 @@ class DeliveryTable:
     # --------------------------------------------------------------------------------------------------- arrival
 
     def _on_deliver(self, delivery: Delivery) -> None:
-        if self._runs.closing or self._isolated or self.outage.away:
+        if not self._keeps():
             self._endings.hand_back(delivery)
             return
         read_delivery(delivery, self._settings, self._now())
@@ -276,12 +279,14 @@ class DeliveryTable:
     def _hold(self, delivery: Delivery, error: NewerPayloadError) -> None:
         """Give workers of the newer version time to take it, rather than spin on it."""
         logger.warning("Job %s goes back to its queue: %s", delivery.job_id, error)
-        self._held[delivery.number] = delivery
-        self._actor.after(self._settings.newer_payload_delay_s, partial(self._unhold, delivery))
+        self._later.hold(delivery, self._settings.newer_payload_delay_s)
 
-    def _unhold(self, delivery: Delivery) -> None:
-        if self._held.pop(delivery.number, None) is not None:
-            self._endings.hand_back(delivery, front=False)
+    def _on_untold(self, delivery: Delivery) -> None:
+        """Its job has ended in SQL, and Celery's result backend takes nothing."""
+        self._later.hold(delivery, UNTOLD_S)
+
+    def _keeps(self) -> bool:
+        return not (self._runs.closing or self._isolated or self.outage.away)
 
     def _accept(self, delivery: Delivery) -> None:
         if delivery.accept is None or delivery.accepted:
@@ -333,6 +338,7 @@ class DeliveryTable:
             self._on_unclaimable(delivery, error)
             return
         claim = future.result()
+        self._later.claimed(claim.job_id)
         run = self._runs.get(claim.job_id)
         if claim.kind is ClaimKind.CLAIMED:
             self._runs.begin(delivery, claim)
@@ -357,8 +363,24 @@ class DeliveryTable:
     def _on_unclaimable(self, delivery: Delivery, error: BaseException) -> None:
         if self._runs.closing or isinstance(error, WriterStoppedError):
             self._endings.hand_back(delivery)
+        elif isinstance(error, DatabaseError):  # our own reason, such as a key that another job has
+            answer = self._store.call(lambda conn: job_states(conn, [delivery.job_id]))
+            self._ask(delivery, answer, partial(self._on_refused, error))
         else:
-            logger.error("Job %s cannot be claimed: %r", delivery.job_id, error)
+            self._later.refused(delivery, error)
+
+    def _on_refused(
+        self, error: BaseException, delivery: Delivery, states: Future[Mapping[str, JobState]]
+    ) -> None:
+        """Only a job that has no row, and gets none, has failed by this alone."""
+        if delivery.abandoned:
+            self._endings.leave(delivery)
+        elif states.exception() is not None or states.result():
+            self._later.refused(delivery, error)
+        elif delivery.ending is not None:
+            self._endings.acknowledge_ending(delivery)
+        else:
+            logger.error("Job %s cannot be accepted: %s", delivery.job_id, summary(error))
             self._endings.fail(delivery, error)
 
     def _on_gone(self, delivery: Delivery) -> None:
@@ -431,7 +453,7 @@ class DeliveryTable:
             self._runs.end_early(delivery.run, delivery.ending)
         elif self._parked.pop(delivery.number, None) is not None:
             self._claim(delivery)
-        elif self._held.pop(delivery.number, None) is not None:
+        elif self._later.take(delivery):
             self._flag_elsewhere(delivery)
         # else its claim is on the way
 
@@ -443,7 +465,7 @@ class DeliveryTable:
         delivery.abandoned = True
         if delivery.run is not None:
             self._runs.abandon(delivery.run)
-        elif self._parked.pop(delivery.number, None) or self._held.pop(delivery.number, None):
+        elif self._parked.pop(delivery.number, None) or self._later.take(delivery):
             self._endings.leave(delivery)
         # else its claim is on the way
 
@@ -454,9 +476,9 @@ class DeliveryTable:
         self._runs.release_held()
 
     def _hand_back_waiting(self) -> None:
-        for waiting in (self._parked, self._held):
-            while waiting:
-                self._endings.hand_back(waiting.popitem()[1])
+        while self._parked:
+            self._endings.hand_back(self._parked.popitem()[1])
+        self._later.hand_back_all()
 
     def _on_death(self, error: BaseException) -> None:
         if self._dead:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from celery import states
 from celery.exceptions import TimeLimitExceeded
 
+from backend.api import TokenmillError
+from models_db.errors import DatabaseError
+from models_db.faults import refusal
 from models_db.tables import JobState
 from workers.actor import Action
 from workers.intake import Delivery
@@ -19,6 +23,17 @@ Post = Callable[[Action], None]
 _End = tuple[str, JobState]
 
 
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """What follows, on the main thread, once Celery knows of an end; or ``later``, when it cannot be told now."""
+
+    told: Action
+    later: Action
+
+    def __call__(self) -> None:
+        self.told()
+
+
 class Tracer(Protocol):
     """Runs Celery's tracer somewhere else, see ``workers.finaliser``."""
 
@@ -26,7 +41,7 @@ class Tracer(Protocol):
         """The job has entered the backend."""
 
     def trace(self, delivery: Delivery, outcome: Outcome, runtime_s: float | None, then: Action) -> None:
-        """Run the tracer; ``then`` follows the callback, on the main thread."""
+        """Run the tracer; ``then`` follows the callback, on the main thread. It may be a ``Telling``."""
 
     def ended(self, delivery: Delivery, state: str, error: BaseException | None = None) -> None:
         """The delivery ends without the tracer; ``state`` is what Celery's signals shall call it."""
@@ -41,13 +56,22 @@ class Endings:
         post: runs an action on the main thread, in order.
         send: runs an action on the table's thread, in order.
         accept: tells Celery that the delivery has been accepted, where that has not happened.
+        on_untold: given a delivery on the table's thread when Celery's result backend takes no outcome of it.
     """
 
-    def __init__(self, tracer: Tracer, post: Post, send: Post, accept: Callable[[Delivery], None]) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        post: Post,
+        send: Post,
+        accept: Callable[[Delivery], None],
+        on_untold: Callable[[Delivery], None],
+    ) -> None:
         self._tracer = tracer
         self._post = post
         self._send = send
         self._accept = accept
+        self._on_untold = on_untold
         self._lock = threading.Lock()
         self._pending = 0
         self._telling: dict[_End, list[Delivery]] = {}  # what Celery is being told, and what waits for that
@@ -133,9 +157,17 @@ class Endings:
             self._send(partial(self._on_told, end))
             self.forget()
 
+        def later() -> None:
+            self._send(partial(self._put_off, delivery, end))
+
         if outcome.state not in (JobState.CANCELLED, JobState.EXPIRED):
             self._accept(delivery)
-        self._tracer.trace(delivery, outcome, runtime_s, then)
+        self._tracer.trace(delivery, outcome, runtime_s, Telling(then, later))
+
+    def _put_off(self, delivery: Delivery, end: _End) -> None:
+        self._on_told(end)  # the others are not needed: this one comes again
+        delivery.run = None
+        self._on_untold(delivery)
 
     def _on_told(self, end: _End) -> None:
         self._end_joined(self._telling.pop(end))
@@ -143,9 +175,9 @@ class Endings:
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         """Tell Celery about a failure that no row can hold."""
         name = type(error).__name__
-        self.trace(
-            delivery, Outcome(delivery.job_id, delivery.model, JobState.FAILED, None, name, str(error))
-        )
+        # A driver's message may quote the row.
+        why = str(error) if isinstance(error, TokenmillError | DatabaseError) else refusal(error)
+        self.trace(delivery, Outcome(delivery.job_id, delivery.model, JobState.FAILED, None, name, why))
 
     def _end_joined(self, joined: Sequence[Delivery]) -> None:
         for other in joined:

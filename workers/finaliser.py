@@ -14,9 +14,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from billiard.einfo import ExceptionInfo
+from celery.exceptions import Ignore
 from celery.utils.log import get_logger
 
+from backend.api import TokenmillError
 from models_db.errors import WriterStoppedError
+from models_db.faults import summary
+from workers.breaker import Breaker
+from workers.endings import Telling
 from workers.intake import Call, Delivery
 from workers.results import BACKEND_AWAY
 from workers.tasks import GenerateTask, Outcome
@@ -84,16 +89,32 @@ class _Ended:
     runtime_s: float | None
     then: Action
 
+    @property
+    def asks_backend(self) -> bool:
+        """Whether Celery's result backend is needed to tell Celery."""
+        request = self.delivery.request
+        return not request.ignore_result or request.has_callbacks
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """What the main thread has to do after the tracer, and the error that this ended with."""
+
+    act: Action
+    error: BaseException | None = None
+    untold: bool = False
+
 
 class Finaliser:
     """Runs the unmodified tracer on committed outcomes, then the callbacks on the main thread.
 
     Outcomes that wait together are traced together: their results reach Celery's backend in one write, and each
-    callback follows only after that.
+    callback follows only after that. What the backend does not take comes again later, and is not tried meanwhile.
 
     Args:
         post: runs an action on the main thread.
         mark_told: notes durably that the links and chords of this job have been run; the acknowledgement follows.
+        breaker: knows whether the backend is away.
     """
 
     def __init__(
@@ -102,8 +123,10 @@ class Finaliser:
         threads: Threads,
         post: Callable[[Action], None],
         mark_told: Callable[[str], Future[None]] | None = None,
+        breaker: Breaker | None = None,
     ) -> None:
         self._task = task
+        self._breaker = breaker or Breaker()
         self._mark_told = mark_told
         self._threads = threads
         self._post = post
@@ -152,15 +175,26 @@ class Finaliser:
                 self._threads.submit(self._round)
 
     def _trace(self, ended: Sequence[_Ended]) -> None:
-        finishes: list[tuple[Action, BaseException | None]] = []
+        chosen = self._breaker.choose([one.delivery.job_id for one in ended if one.asks_backend])
+        now: list[_Ended] = []
+        for one in ended:
+            if one.asks_backend and one.delivery.job_id not in chosen:
+                self._tell(one, self._untold(one))
+            else:
+                now.append(one)
+        finishes: list[_Finish] = []
         try:
-            with self._gathered(ended):
-                finishes.extend(self._call(one) for one in ended)
+            with self._gathered(now):
+                for one in now:
+                    gone = one.asks_backend and self._breaker.away and any(done.untold for done in finishes)
+                    finishes.append(self._untold(one) if gone else self._call(one))
         except Exception as exc:
             # None of these results is known to be written.
-            finishes = [self._untold(one, exc) for one in ended]
-        for one, (finish, error) in zip(ended, finishes, strict=True):
-            self._tell(one, finish, error)
+            finishes = [self._untold(one, exc) for one in now]
+        if any(one.asks_backend and not done.untold for one, done in zip(now, finishes, strict=True)):
+            self._breaker.told()
+        for one, finish in zip(now, finishes, strict=True):
+            self._tell(one, finish)
 
     def _gathered(self, ended: Sequence[_Ended]) -> AbstractContextManager[None]:
         """Let the backend write the results of many at once, where it can."""
@@ -168,7 +202,7 @@ class Finaliser:
         gathered = getattr(self._task.backend, "gathered", None)
         return nullcontext() if gathered is None or len(wanted) < 2 else gathered(wanted)
 
-    def _call(self, one: _Ended) -> tuple[Action, BaseException | None]:
+    def _call(self, one: _Ended) -> _Finish:
         delivery = one.delivery
         call = one.call
         if delivery.accepted:
@@ -178,18 +212,26 @@ class Finaliser:
             call = Call(beginning.run, (partial(one.call.target, *one.call.args, **one.call.kwargs),), {})
         runtime_s = _stored_runtime_s(one.outcome) if one.runtime_s is None else one.runtime_s
         with self._task.outcome(one.outcome, runtime_s, begun=delivery.accepted):
-            finish, error = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
-        return self._untold(one, error) if isinstance(error, BACKEND_AWAY) else (finish, error)
+            act, error = run_call(call, delivery.callback, delivery.error_callback, runtime_s)
+        return self._untold(one, error) if isinstance(error, BACKEND_AWAY) else _Finish(act, error)
 
-    def _untold(self, one: _Ended, error: BaseException) -> tuple[Action, BaseException]:
-        logger.warning(
-            "Celery's result backend does not take job %s (%r); again later", one.delivery.job_id, error
-        )
-        return partial(one.delivery.request.hand_back, front=False), error
+    def _untold(self, one: _Ended, error: BaseException | None = None) -> _Finish:
+        if error is not None:
+            job_id = one.delivery.job_id
+            logger.warning(
+                "Celery's result backend does not take job %s (%s); again later", job_id, summary(error)
+            )
+            self._breaker.failed(job_id)
+        if isinstance(one.then, Telling):
+            return _Finish(_nothing, error, untold=True)
+        return _Finish(partial(one.delivery.request.hand_back, front=False), error, untold=True)
 
-    def _tell(self, one: _Ended, finish: Action, error: BaseException | None) -> None:
-        complete = partial(_complete, one, finish)
-        if self._mark_told is None or error is not None or not one.delivery.request.has_callbacks:
+    def _tell(self, one: _Ended, finish: _Finish) -> None:
+        then = one.then.later if finish.untold and isinstance(one.then, Telling) else one.then
+        complete = partial(_complete, one, finish.act, then)
+        # An error of the job itself is an end like any other, of which link_error and chords are told.
+        told = not finish.untold and isinstance(finish.error, TokenmillError | Ignore | None)
+        if self._mark_told is None or not told or not one.delivery.request.has_callbacks:
             self._post(complete)
             return
         try:
@@ -214,13 +256,13 @@ def _report(announced: Future[None]) -> None:
         logger.error("Celery's signals of a job were not sent: %r", error, exc_info=error)
 
 
-def _complete(one: _Ended, finish: Action) -> None:
+def _complete(one: _Ended, finish: Action, then: Action) -> None:
     one.delivery.request.settle()
     try:
         if not one.delivery.abandoned:
             finish()
     finally:
-        one.then()
+        then()
 
 
 def run_call(

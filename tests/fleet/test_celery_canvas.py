@@ -115,6 +115,13 @@ def test_callbacks_follow_once_after_a_second_delivery_and_after_a_death(fleet: 
     assert collected(fleet, text) == 1
     assert fleet.attempts("delivered-twice") == [AttemptOutcome.SUCCEEDED]
 
+    wrong = fleet.app.signature(TASK, args=[{"model": "nobody", "prompt": "x"}], queue=fleet.queue)
+    for _ in range(3):
+        wrong.apply_async(task_id="fails-once", link_error=fleet.task("console"))
+        fleet.workers[0].wait_for("told of fails-once: UnknownModelError")
+        fleet.wait_drained()
+    assert fleet.workers[0].log.count("told of fails-once: UnknownModelError") == 1
+
     (first,) = fleet.workers
     orphan = fleet.signature(60, "orphan").apply_async(link=fleet.task("collect"))
     fleet.wait_state(orphan.id, JobState.RUNNING)

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, func, select
+from sqlalchemy.exc import IntegrityError
 
 from backend.api import EngineDeadError, FinishReason, QueueFullError, RequestError
+from models_db.errors import DatabaseError
 from models_db.jobs import request_cancel
 from models_db.session import make_engine
 from models_db.tables import AttemptOutcome, JobState, Result
-from tests.fleet.table_world import World
+from tests.fleet.table_world import World, failing
+from tests.fleet.test_refused_ends import refusing
+from tests.fleet.test_suspects import accept
 from tests.servers import migrate
 
 
@@ -356,6 +360,77 @@ def test_an_id_that_no_row_can_hold_still_fails_for_celery(world: World) -> None
     assert request.outcome.state is JobState.FAILED
     assert request.log[-1] == "acknowledged"
     assert world.states() == {}
+
+
+def test_a_claim_that_the_database_refuses_tells_celery_nothing_and_goes_back_later(
+    world: World, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = world.worker()
+    accept(engine, ["bad"])
+    delays = []
+    with refusing(engine, "NEW.id = 'bad' AND NEW.state = 'running'"):
+        for number in range(6):
+            request = worker.deliver("bad", stored=True)
+            other = worker.deliver(f"good {number}")
+            began = world.clock()
+            world.run()
+            assert request.log == []
+            worker.backend.finish(f"good {number}")
+            world.run()
+            assert other.log[-1] == "acknowledged"
+            while not request.ended:
+                world.clock.seconds += 0.5
+                world.run()
+            delays.append(world.clock() - began)
+            assert request.log == ["back"], "to the end of the queue, and nobody is told of an end"
+    assert delays == [1, 2, 4, 8, 15, 15]
+    assert caplog.text.count("refuses the claim of job bad") == 3, "more and more rarely"
+    assert world.state("bad") is JobState.QUEUED
+    assert "bad" not in worker.tracer.traced
+    worker.deliver("bad", stored=True)
+    world.run()
+    worker.backend.finish("bad")
+    world.run()
+    assert world.state("bad") is JobState.SUCCEEDED
+    assert worker.table.pending == 0
+
+
+def test_a_refused_claim_is_told_only_of_a_job_that_has_no_row(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = world.worker()
+    accept(engine, ["stored"])
+    monkeypatch.setattr(
+        worker.store, "claim", lambda _: failing(DatabaseError("id: another job has its key"))
+    )
+    stored, bare = worker.deliver("stored"), worker.deliver("bare")
+    world.run()
+    assert stored.log == []
+    assert bare.outcome is not None
+    assert bare.outcome.error_message == "id: another job has its key"
+    assert bare.log[-1] == "acknowledged"
+    worker.table.close()
+    world.run()
+    assert stored.log == ["back"], "a shutdown does not wait for it"
+
+
+def test_no_row_of_the_database_is_quoted(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = world.worker()
+    error = IntegrityError("INSERT", {}, Exception("no null here\nDETAIL:  Failing row contains (secret)."))
+    monkeypatch.setattr(worker.store, "claim", lambda _: failing(error))
+    request = worker.deliver("j")
+    world.run()
+    assert request.log == []
+    assert "no null here" in caplog.text
+    assert request.delivery is not None
+    worker.table._endings.begin()
+    worker.table._endings.fail(request.delivery, error)
+    world.run()
+    assert request.outcome is not None
+    assert request.outcome.error_message == "IntegrityError Exception"
+    assert "secret" not in caplog.text
 
 
 def test_a_newer_payload_is_held_and_handed_back_untouched(world: World) -> None:
