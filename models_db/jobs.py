@@ -16,6 +16,7 @@ from models_db.base import utcnow
 from models_db.callbacks import announce_jobs, insert_job_callbacks, recall_batches, recall_jobs
 from models_db.clock import database_time
 from models_db.dialects import among, chunked, insert_or_ignore, insert_rows
+from models_db.door_tables import ApiBatch
 from models_db.errors import (
     DuplicateCustomIdError,
     DuplicateJobIdError,
@@ -69,6 +70,7 @@ __all__ = [
     "mark_published",
     "mark_unpublished",
     "request_cancel",
+    "request_revoke",
     "retry_failed",
     "stored_messages",
 ]
@@ -358,6 +360,27 @@ def request_cancel(
     return states | dict.fromkeys(queued, JobState.CANCELLED)
 
 
+def request_revoke(
+    conn: Connection, ids: Sequence[str], *, terminate: bool, at: datetime | None = None
+) -> list[str]:
+    """Cancel those of these jobs that are queued, with ``terminate`` also those that run; returns which they were.
+
+    Many may do this at once with the same ids: rows that are in no need of it are not even locked.
+    """
+    wanted = Job.state == JobState.QUEUED
+    if terminate:
+        wanted |= (Job.state == JobState.RUNNING) & ~Job.cancel_requested
+    found = [
+        job_id
+        for some in chunked(ids)
+        for job_id in conn.scalars(select(Job.id).where(Job.id.in_(some), wanted))
+    ]
+    states = (JobState.QUEUED, JobState.RUNNING) if terminate else (JobState.QUEUED,)
+    still = [job.id for job in lock_jobs(conn, found).values() if job.state in states]
+    request_cancel(conn, still, at=at)
+    return still
+
+
 def cancelled_running(conn: Connection, owner: str) -> list[str]:
     """Ids of the jobs that this worker runs and that someone wants cancelled."""
     return list(conn.scalars(select(Job.id).where(Job.owner == owner, Job.cancel_requested)).all())
@@ -430,4 +453,7 @@ def _reopen(conn: Connection, batch_ids: Iterable[str]) -> None:
         .where(Batch.id.in_(sorted(batch_ids)), Batch.state.in_(TERMINAL_BATCH_STATES))
         .values(state=BatchState.IN_PROGRESS, finished_at=None, succeeded=0, failed=0, cancelled=0, expired=0)
     )
+    # What came through /v1/batches is written anew when it has ended again.
+    nothing = dict.fromkeys(("output_file_id", "error_file_id", "answered", "unanswered"))
+    conn.execute(update(ApiBatch).where(ApiBatch.batch_id.in_(sorted(batch_ids))).values(nothing))
     recall_batches(conn, sorted(batch_ids))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from celery import signals
+from celery.bootsteps import RUN
 from celery.exceptions import NotRegistered
 from celery.utils.log import get_logger
 from celery.worker import state
@@ -26,6 +27,11 @@ _RETRY = {"interval_start": 0.2, "interval_step": 0.4, "interval_max": 2.0}
 
 class TokenmillConsumer(Consumer):  # type: ignore[misc]
     """See the module. Everything here runs on the main thread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if attach := getattr(self.pool, "attach_consumer", None):
+            attach(self)
 
     def ensure_connected(self, conn: Any) -> Any:
         """Wait for Redis."""
@@ -72,8 +78,11 @@ class TokenmillConsumer(Consumer):  # type: ignore[misc]
     def end_revoked(self) -> None:
         """End generation jobs that are revoked and wait here for their time, or for their turn under a rate limit.
 
-        Celery ends them when they are due, and has forgotten it if the worker is started anew before.
+        Celery ends them when they are due, and has forgotten it if the worker is started anew before. In one that
+        shuts down they are on their way back to their queues, and end where they are taken next.
         """
+        if self.blueprint.state != RUN:
+            return
         for bucket in filter(None, self.task_buckets.values()):
             for waiting in [entry for entry in bucket.contents if _is_revoked(entry[0])]:
                 bucket.contents.remove(waiting)

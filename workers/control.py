@@ -13,10 +13,12 @@ from workers.refusals import refuse_commands
 from workers.revokes import Revokes
 
 CANCEL_COMMAND = "tokenmill_cancel"
+ENDING_COMMANDS = frozenset({CANCEL_COMMAND, "revoke", "revoke_by_stamped_headers", "terminate"})
+"""Those that end jobs."""
 
 
 def register_commands() -> None:
-    """Make workers of this process understand ``tokenmill_cancel``, and have ``revoke`` reach suspects.
+    """Make workers of this process understand ``tokenmill_cancel``, and have ``revoke`` reach suspects and SQL.
 
     Calling it again is harmless.
     """
@@ -31,6 +33,7 @@ def register_commands() -> None:
     )(tokenmill_cancel)
     refuse_commands(Panel.data)
     Panel.data["revoke"] = revoke
+    Panel.data["terminate"] = terminate
     Panel.data["revoke_by_stamped_headers"] = revoke_by_stamped_headers
 
 
@@ -45,12 +48,22 @@ def tokenmill_cancel(state: Any, ids: Sequence[str] | str, **_: Any) -> dict[str
 
 
 def revoke(state: Any, task_id: Any, terminate: bool = False, **options: Any) -> Any:
-    """Celery's own, which looks for tasks to terminate among its requests; suspects have none."""
+    """Celery's own, which keeps ids in memory until the process ends, and looks for tasks to terminate among its
+    requests; suspects have none. What has a row is cancelled there, too, so that it stays revoked."""
     answer = control.revoke(state, task_id, terminate=terminate, **options)
+    ids = frozenset(maybe_list(task_id) or ())
     _end_waiting(state)
+    store = getattr(state.consumer.pool, "store_revokes", None)
+    if store is not None:
+        store(ids, terminate)
     if terminate:
-        _terminate(state, Revokes(ids=frozenset(maybe_list(task_id) or ())))
+        _terminate(state, Revokes(ids=ids))
     return answer
+
+
+def terminate(state: Any, signal: Any, task_id: Any, **_: Any) -> Any:
+    """As ``revoke`` that terminates."""
+    return revoke(state, task_id, terminate=True, signal=signal)
 
 
 def revoke_by_stamped_headers(state: Any, headers: Any, terminate: bool = False, **options: Any) -> Any:

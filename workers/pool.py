@@ -34,19 +34,22 @@ from models_db.session import make_engine, transaction
 from models_db.upkeep import UpkeepThread
 from models_db.workers import register_worker
 from models_db.writer import DatabaseThread
+from workers.banner import banner
 from workers.broker import stream_connection
 from workers.delivery import DeliveryTable
 from workers.exits import EXIT_CONFIGURATION, EXIT_ENGINE_DEAD, EXIT_TRY_AGAIN
-from workers.finaliser import Finaliser, Threads, run_call
+from workers.finaliser import Finaliser, Threads
+from workers.foreign import ForeignResult, ForeignTasks
 from workers.in_hand import job_in_hand
 from workers.incarnation import Incarnation, new_worker
 from workers.intake import Call, Delivery
+from workers.late_commands import LateCommands
 from workers.leftovers import replay
 from workers.mailbox import Mailbox
 from workers.payload import TASK_NAME, queue_for
 from workers.queues import QueueView
-from workers.revokes import Revokes
-from workers.settings import Settings, redact_text, redact_url
+from workers.revokes import Revokes, store_revokes
+from workers.settings import Settings, redact_text
 from workers.spool import Spool, default_folder
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper
@@ -69,9 +72,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.mailbox = Mailbox()
         self._hub: Any = None
+        self._commands: LateCommands | None = None
         self._stopped = False
         self._next_timers = 0.0
-        self._foreign = 0  # other tasks that run here
+        self._foreign = ForeignTasks(self.mailbox.post)
         self._backend: Backend | None = None
         self._engine: Engine | None = None
         self._db: DatabaseThread | None = None
@@ -188,7 +192,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if settings.engine_stall_s:
             self._watchdog = Watchdog(backend.stats, table.fail, settings.engine_stall_s)
             self._watchdog.start()
-        self._show_banner()
+        logger.info("%s", banner(settings, backend.info(), incarnation.id))
 
     def _start_streams(self) -> StreamWriter | None:
         settings = self.settings
@@ -206,26 +210,13 @@ class EnginePool(BasePool):  # type: ignore[misc]
         streams.start()
         return streams
 
-    def _show_banner(self) -> None:
-        assert self._backend is not None
-        assert self._incarnation is not None
-        info, settings = self._backend.info(), self.settings
-        slots = info.slots
-        lines = [
-            f"worker    {settings.worker_name}, incarnation {self._incarnation.id}",
-            f"backend   {info.backend}, model {info.model}, device {info.device}, {info.dtype}",
-            f"slots     {slots}, context {info.max_model_len} tokens",
-            f"prefetch  {slots + settings.headroom(slots)}, and {settings.reserve(slots)} that are not bulk",
-            f"queues    {queue_for(settings.model)}",
-            f"broker    {redact_url(settings.broker_url)}",
-            f"database  {redact_url(settings.database_url)}",
-            f"leases    {settings.visibility_timeout_s:g}s, dead after {settings.dead_after_s:g}s",
-        ]
-        logger.info("Tokenmill worker\n%s", "\n".join(f"  {line}" for line in lines))
-
     def register_with_event_loop(self, hub: Any) -> None:
         self._hub = hub
         self.mailbox.attach(hub)
+
+    def attach_consumer(self, consumer: Any) -> None:
+        """Celery's consumer, whose commands are heard here while this drains."""
+        self._commands = LateCommands(consumer)
 
     def attach_channel(self, channel: Any) -> None:
         """The channel that deliveries come from, after each connection to the broker."""
@@ -278,7 +269,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
     ) -> Delivery | ForeignResult:
         call = Call(target, args, kwargs or {})
         if args[0] != TASK_NAME:
-            return self._apply_foreign(call, callback, error_callback, accept_callback)
+            assert self._threads is not None
+            return self._foreign.apply(self._threads, call, callback, error_callback, accept_callback)
         assert self._table is not None
         # Celery hands bound methods of its request over; the request itself is in no argument.
         request = accept_callback.__self__  # type: ignore[union-attr]
@@ -295,32 +287,6 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._table.deliver(delivery)
         return delivery
 
-    def _apply_foreign(
-        self,
-        call: Call,
-        callback: Callable[[Any], None] | None,
-        error_callback: Callable[[Any], None] | None,
-        accept_callback: Callable[[int, float], None] | None,
-    ) -> ForeignResult:
-        """Another task, such as the end of a chain: it runs in the finalisers' threads."""
-        assert self._threads is not None
-        self._foreign += 1
-        result = ForeignResult()
-
-        def work() -> None:
-            if accept_callback is not None and not result.terminated:
-                self.mailbox.post(partial(accept_callback, os.getpid(), time.monotonic()))
-            finish = None if result.terminated else run_call(call, callback, error_callback)[0]
-            self.mailbox.post(partial(self._end_foreign, result, finish))
-
-        self._threads.submit(work)
-        return result
-
-    def _end_foreign(self, result: ForeignResult, finish: Callable[[], None] | None) -> None:
-        self._foreign -= 1
-        if finish is not None and not result.terminated:
-            finish()
-
     def cancel_jobs(self, ids: Sequence[str]) -> None:
         """End these jobs early where they run here; for the control command."""
         if self._table is not None:
@@ -330,6 +296,11 @@ class EnginePool(BasePool):  # type: ignore[misc]
         """End those of them that run here without a request of Celery's; for Celery's control commands."""
         if self._table is not None:
             self._table.terminate(revokes)
+
+    def store_revokes(self, ids: Collection[str], terminate: bool) -> None:
+        """Have SQL know that these are revoked, which outlives this process; for Celery's control commands."""
+        if self._db is not None:
+            store_revokes(self._db.call, ids, terminate=terminate)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Nothing: all jobs share this process. The job itself is ended through its apply result."""
@@ -386,7 +357,14 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self.mailbox.detach()
         if self._table is not None:
             self._drain(self._table)
+        if self._commands is not None:
+            self._commands.close()
         self._tear_down()
+
+    def on_close(self) -> None:
+        """Before Celery stops to listen to commands, so that none is missed in between."""
+        if self._table is not None and self._table.unfinished:
+            self._listen()
 
     def on_terminate(self) -> None:
         self.on_stop()
@@ -405,8 +383,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 self.settings.shutdown_grace_s,
             )
         end: float | None = None
-        while table.unfinished or self._foreign:
-            self.pump(0.05)
+        while table.unfinished or self._foreign.running:
+            self.pump(0.05, listen=end is None)
             now = time.monotonic()
             cold = state.should_terminate not in (None, False)
             if end is None and (cold or table.dead or now >= end_of_grace):
@@ -423,17 +401,23 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 break
         self.mailbox.run()
 
-    def pump(self, timeout_s: float) -> None:
-        """While the main thread drains: acknowledge, and keep leases and broker heartbeats going."""
+    def pump(self, timeout_s: float, *, listen: bool = True) -> None:
+        """While the main thread drains: acknowledge, keep leases and broker heartbeats going, and do what is asked."""
         self.mailbox.run(timeout_s)
         now = time.monotonic()
         if self._hub is None or now < self._next_timers:
             return
         self._next_timers = now + _HUB_TIMERS_S
+        if listen:
+            self._listen()
         try:
             self._hub.fire_timers()
         except Exception as exc:
             logger.warning("A timer failed during the shutdown: %r", exc)
+
+    def _listen(self) -> None:
+        if self._commands is not None and state.should_terminate in (None, False):
+            self._commands.run()
 
     def _tear_down(self) -> None:
         if self._watchdog is not None:
@@ -495,14 +479,3 @@ def _on_accepted(job_id: str, stored: Future[None]) -> None:
         logger.error(
             "The row of job %s, whose message is only here, is not stored: %s", job_id, summary(error)
         )
-
-
-class ForeignResult:
-    """The apply result of another task: terminating it keeps its callbacks back."""
-
-    def __init__(self) -> None:
-        self.terminated = False
-
-    def terminate(self, signal: Any = None) -> None:
-        """Celery's way to end it. A thread cannot be stopped; what it returns is ignored."""
-        self.terminated = True

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy import update
 from sqlalchemy.exc import StatementError
 
 from models_db.batches import create_batch, finish_batch_if_done, set_batch_state
@@ -31,11 +32,12 @@ from models_db.jobs import (
     mark_published,
     mark_unpublished,
     request_cancel,
+    request_revoke,
     retry_failed,
     stored_messages,
 )
 from models_db.session import transaction
-from models_db.tables import BatchState, JobState
+from models_db.tables import BatchState, Job, JobState
 from tests.db.helpers import T0, add_jobs, add_workers, at, claim_one, finish_one, new_job, snapshot
 
 
@@ -244,6 +246,46 @@ def test_cancel_ends_the_queued_flags_the_running_and_leaves_the_ended(db):
             assert job_status(conn, "queued").finished_at == at(5)
             assert not job_status(conn, "done").cancel_requested
     assert claim_one(db, "queued", "w").kind is ClaimKind.TERMINAL
+
+
+def test_a_revoke_cancels_what_is_queued_and_only_one_that_terminates_what_runs(db):
+    add_workers(db, "w")
+    add_jobs(db, "queued", "suspect", "running", "done", "later")
+    for name in ("running", "done"):
+        claim_one(db, name, "w")
+    finish_one(db, "done", 1, "w")
+    with db.begin() as conn:
+        conn.execute(update(Job).where(Job.id == "suspect").values(deaths=2, published_at=T0))
+    ids = ["queued", "suspect", "running", "done", "unknown"]
+    with db.begin() as conn:
+        assert sorted(request_revoke(conn, ids, terminate=False, at=at(5))) == ["queued", "suspect"]
+        assert cancelled_running(conn, "w") == []
+        status = job_status(conn, "suspect")
+        assert (status.state, status.finished_at, status.published_at) == (JobState.CANCELLED, at(5), None)
+        assert request_revoke(conn, ids, terminate=True) == ["running"]
+        assert cancelled_running(conn, "w") == ["running"]
+    before = snapshot(db)
+    for terminate in (False, True):  # as the others of the fleet hear it
+        with db.begin() as conn:
+            assert request_revoke(conn, ids, terminate=terminate) == []
+    assert snapshot(db) == before
+    assert claim_one(db, "queued", "w").kind is ClaimKind.TERMINAL
+
+
+def test_of_a_revoke_and_a_claim_at_once_neither_is_lost(db):
+    add_workers(db, "w")
+    for number in range(8):
+        job_id = f"job-{number}"
+        add_jobs(db, job_id)
+
+        def one(index, job_id=job_id):
+            if index:
+                return transaction(db, lambda conn: request_revoke(conn, [job_id], terminate=False))
+            return transaction(db, lambda conn: claim(conn, [ClaimItem(new_job(job_id))], "w"))[0].kind
+
+        with ThreadPoolExecutor(2) as threads:
+            kind, revoked = threads.map(one, range(2))
+        assert (kind, revoked) in ((ClaimKind.CLAIMED, []), (ClaimKind.TERMINAL, [job_id]))
 
 
 # ---------------------------------------------------------------------------------------------------------- retry

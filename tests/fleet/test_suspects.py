@@ -14,6 +14,7 @@ import pytest
 from celery.exceptions import TaskRevokedError
 from celery.worker import control as celery_control
 from celery.worker import state as worker_state
+from celery.worker.control import Panel
 from sqlalchemy import Engine, select, update
 
 from backend.api import EngineDeadError
@@ -394,18 +395,25 @@ def test_a_suspect_whose_message_has_expired_does_not_start(engine: Engine) -> N
     assert world.state("j") is JobState.EXPIRED
 
 
-def test_celerys_commands_say_what_is_to_be_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_celerys_commands_say_what_is_to_be_stored_and_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    control.register_commands()
     asked: list[Revokes] = []
     monkeypatch.setattr(celery_control, "revoke", lambda *args, **options: "theirs")
     monkeypatch.setattr(celery_control, "revoke_by_stamped_headers", lambda *args, **options: "theirs")
-    pool = SimpleNamespace(terminate_revoked=asked.append)
+    stored: list[tuple[Any, bool]] = []
+    pool = SimpleNamespace(
+        terminate_revoked=asked.append, store_revokes=lambda *revoke: stored.append(revoke)
+    )
     state = SimpleNamespace(consumer=SimpleNamespace(pool=pool))
     assert control.revoke(state, task_id="j") == "theirs"
     assert control.revoke_by_stamped_headers(state, headers={"batch": "spring"}) == "theirs"
-    assert asked == []
+    assert (asked, stored) == ([], [(frozenset({"j"}), False)])
     control.revoke(state, task_id=["j", "k"], terminate=True, signal="SIGTERM")
     control.revoke_by_stamped_headers(state, headers=["batch=spring"], terminate=True)
     assert asked == [Revokes(ids=frozenset({"j", "k"})), Revokes(stamps={"batch": "spring"})]
+    assert Panel.data["terminate"](state, signal="KILL", task_id="j") == "theirs"
+    assert asked[2:] == [Revokes(ids=frozenset({"j"}))]
+    assert stored[1:] == [(frozenset({"j", "k"}), True), (frozenset({"j"}), True)]
     other = SimpleNamespace(consumer=SimpleNamespace(pool=object()))
     assert control.revoke(other, task_id="j", terminate=True) == "theirs"
 
