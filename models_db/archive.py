@@ -7,6 +7,7 @@ rolled back after that, the next attempt takes the piece away again.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -98,7 +99,10 @@ def open_archive(path: Path | None) -> Iterator[Archive | None]:
 
 
 class LineArchive:
-    """A line of JSON for each row, ``"table"`` naming where it was; each piece compressed by itself, as gzip allows."""
+    """A line of JSON for each row, ``"table"`` naming where it was, bytes as Base64.
+
+    Each piece is compressed by itself, as gzip allows.
+    """
 
     def __init__(self, file: IO[bytes], *, compressed: bool) -> None:
         self._file = file
@@ -145,4 +149,6 @@ def _keep_nothing(conn: Connection, table: type[Base], condition: ColumnElement[
 def _plain(value: object) -> str:
     if isinstance(value, date | datetime):
         return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     raise TypeError(f"{type(value).__name__} has no place in an archive")

@@ -17,7 +17,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Boolean, ColumnElement, Connection, Date, Float, Integer, select
+from sqlalchemy import Boolean, ColumnElement, Connection, Date, Float, Integer, LargeBinary, select
 
 from models_db.archive import PARQUET
 from models_db.base import Base, JSONType, UTCDateTime
@@ -147,6 +147,8 @@ def _type_of(column: ColumnElement[Any]) -> Any:
             return pa.timestamp("us", tz="UTC")
         case Date():
             return pa.date32()
+        case LargeBinary():
+            return pa.binary()
         case Boolean():
             return pa.bool_()
         case Integer():
@@ -163,7 +165,7 @@ def _plain(column: ColumnElement[Any], value: object) -> object:
         return None
     if isinstance(column.type, JSONType):
         return json.dumps(value, ensure_ascii=False)
-    return value if isinstance(value, bool | int | float | datetime | date) else str(value)
+    return value if isinstance(value, bool | int | float | datetime | date | bytes) else str(value)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -19,6 +19,8 @@ from models_db.door_tables import FileChunk, StoredFile
 from models_db.text import check_name
 
 CHUNK_BYTES = 1 << 20
+PRUNED = "pruned"
+"""The purpose of a file that retention is deleting, piece by piece: for everybody else there is none such."""
 
 _COLUMNS = (
     StoredFile.id,
@@ -82,9 +84,17 @@ def store_file(
     return FileRecord(file_id, tenant, filename, purpose, size, moment)
 
 
-def find_file(conn: Connection, file_id: str, tenant: str) -> FileRecord | None:
-    """The tenant's file."""
-    query = select(*_COLUMNS).where(StoredFile.id == file_id, StoredFile.tenant == tenant)
+def find_file(conn: Connection, file_id: str, tenant: str, *, hold: bool = False) -> FileRecord | None:
+    """The tenant's file.
+
+    Args:
+        hold: nobody deletes it before the transaction ends.
+    """
+    query = select(*_COLUMNS).where(
+        StoredFile.id == file_id, StoredFile.tenant == tenant, StoredFile.purpose != PRUNED
+    )
+    if hold:
+        query = query.with_for_update(read=True, key_share=True)
     row = conn.execute(query).one_or_none()
     return None if row is None else _record(row)
 
@@ -100,7 +110,7 @@ def list_files(
 ) -> list[FileRecord]:
     """The tenant's files, newest first unless told otherwise, those behind the file ``after``."""
     beyond = operator.gt if oldest_first else operator.lt
-    query = select(*_COLUMNS).where(StoredFile.tenant == tenant)
+    query = select(*_COLUMNS).where(StoredFile.tenant == tenant, StoredFile.purpose != PRUNED)
     if purpose is not None:
         query = query.where(StoredFile.purpose == purpose)
     if after is not None and (last := find_file(conn, after, tenant)) is not None:

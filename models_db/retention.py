@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, exists, func, or_, select
+from sqlalchemy.orm import aliased
 
 from models_db.archive import Archive, Keep, archived, open_archive
 from models_db.base import utcnow
 from models_db.callbacks import Callback, CallbackState
+from models_db.door_tables import ApiBatch, StoredFile
 from models_db.errors import InvalidValueError
+from models_db.retention_files import old_file, prune_files, unwritten
 from models_db.rollup_tables import JobMinute, LatencyMinute, ThroughputHour, ThroughputMinute
 from models_db.rollups import catch_up, close_before, floor_hour
 from models_db.session import reading, transaction
@@ -44,11 +47,15 @@ class PruneReport:
     attempts: int
     results: int
     batches: int
+    api_batches: int  # of these batches, those of ``/v1/batches``
+    files: int  # of ``/v1/files``
     samples: int
     workers: int
     minutes: int  # rows of the roll-ups per minute
     dead_letters: int
-    kept: int  # jobs and batches, old enough, whose callback is still to be sent
+    kept: (
+        int  # jobs and batches, old enough, whose callback is still to be sent, or output file to be written
+    )
     dry_run: bool
 
 
@@ -57,6 +64,7 @@ def prune(
     older_than: datetime,
     *,
     minutes_older_than: datetime | None = None,
+    files_older_than: datetime | None = None,
     archive: Path | None = None,
     dry_run: bool = False,
     chunk: int = 500,
@@ -65,13 +73,14 @@ def prune(
     """Delete what ended before ``older_than``, rounded down to the hour.
 
     That is: terminal jobs with their attempts and results, but none of a batch that has not ended; terminal batches
-    left without jobs; samples; messages that no worker could read; and stopped or dead workers that nothing refers to
-    any more. Roll-ups stay, but for those per minute that began before ``minutes_older_than``. Each transaction deletes
-    at most ``chunk`` jobs, or ten times as many samples. Takes an engine, because it commits by itself.
+    left without jobs; samples; messages that no worker could read; stopped or dead workers that nothing refers to any
+    more; and files made before ``files_older_than`` (``older_than`` unless given) that no batch needs. Roll-ups stay,
+    but for those per minute that began before ``minutes_older_than``. Each transaction deletes at most ``chunk`` jobs,
+    ten times as many samples, or a few megabytes of a file. Takes an engine, because it commits by itself.
 
     Jobs and batches whose callback is due stay, and so do the jobs of such a batch: a receiver that is told of an end
-    should find what has ended. Callbacks that are settled go with what they told of, and into no archive, since their
-    URLs may hold secrets.
+    should find what has ended. So do those of ``/v1/batches`` whose answers are not in their file yet. Callbacks that
+    are settled go with what they told of, and into no archive, since their URLs may hold secrets.
 
     Args:
         archive: a new file, ``.jsonl`` or ``.jsonl.gz``, that gets each row as a line, or a new folder ``.parquet``
@@ -82,13 +91,14 @@ def prune(
         InvalidValueError: minutes are to go before what they are made of, or the archive exists or is named otherwise.
     """
     cut = floor_hour(older_than)
+    files_cut = cut if files_older_than is None else floor_hour(files_older_than)
     minutes_cut = None if minutes_older_than is None else floor_hour(minutes_older_than)
     if minutes_cut is not None and minutes_cut > cut:
         raise InvalidValueError(
             "minutes_older_than", "must not lie after older_than", fix="Keep minutes at least as long as jobs"
         )
     if dry_run:
-        return _count(engine, cut, minutes_cut)
+        return _count(engine, cut, minutes_cut, files_cut)
     catch_up(engine, max(cut, now or utcnow()))
     transaction(engine, partial(close_before, moment=cut))
     with open_archive(archive) as into:
@@ -105,12 +115,15 @@ def prune(
             rows,
             partial(_prune_by_time, time=EngineSample.sampled_at, before=cut, chunk=rows),
         )
-        batches = 0
+        batches = api_batches = 0
         while True:
-            looked_at, gone = archived(engine, into, partial(_prune_batches, older_than=cut, chunk=chunk))
-            batches += gone
+            looked_at, gone, served = archived(
+                engine, into, partial(_prune_batches, older_than=cut, chunk=chunk)
+            )
+            batches, api_batches = batches + gone, api_batches + served
             if looked_at < chunk:
                 break
+        files = prune_files(engine, into, files_cut, chunk)
         letters = _repeat(
             engine, into, chunk, partial(_prune_by_id, table=DeadLetter, old=_old_letter(cut), chunk=chunk)
         )
@@ -124,7 +137,18 @@ def prune(
     with reading(engine) as conn:
         kept = _count_kept(conn, cut)
     return PruneReport(
-        jobs, attempts, results, batches, samples, workers, minutes, letters, kept, dry_run=False
+        jobs=jobs,
+        attempts=attempts,
+        results=results,
+        batches=batches,
+        api_batches=api_batches,
+        files=files,
+        samples=samples,
+        workers=workers,
+        minutes=minutes,
+        dead_letters=letters,
+        kept=kept,
+        dry_run=False,
     )
 
 
@@ -133,28 +157,35 @@ def _aged_job(older_than: datetime) -> ColumnElement[bool]:
     return and_(Job.finished_at < older_than, or_(Job.batch_id.is_(None), ended_batch))
 
 
-def _untold_job() -> ColumnElement[bool]:
-    due = Callback.state == CallbackState.DUE
+def _awaited_job() -> ColumnElement[bool]:
+    untold = exists().where(Callback.job_id == Job.id, Callback.state == CallbackState.DUE)
+    return or_(untold, _awaited(Job.batch_id))
+
+
+def _awaited_batch() -> ColumnElement[bool]:
+    return _awaited(Batch.id)
+
+
+def _awaited(batch_id: Any) -> ColumnElement[bool]:
+    """Whether a batch's end is still to be told, or its output file to be written."""
+    served = aliased(Batch)
     return or_(
-        exists().where(Callback.job_id == Job.id, due), exists().where(Callback.batch_id == Job.batch_id, due)
+        exists().where(Callback.batch_id == batch_id, Callback.state == CallbackState.DUE),
+        exists().where(ApiBatch.batch_id == batch_id, served.id == batch_id, unwritten(served)),
     )
 
 
-def _untold_batch() -> ColumnElement[bool]:
-    return exists().where(Callback.batch_id == Batch.id, Callback.state == CallbackState.DUE)
-
-
 def _old_job(older_than: datetime) -> ColumnElement[bool]:
-    return and_(_aged_job(older_than), ~_untold_job())
+    return and_(_aged_job(older_than), ~_awaited_job())
 
 
 def _old_batch(older_than: datetime) -> ColumnElement[bool]:
-    return and_(Batch.finished_at < older_than, ~exists().where(Job.batch_id == Batch.id), ~_untold_batch())
+    return and_(Batch.finished_at < older_than, ~exists().where(Job.batch_id == Batch.id), ~_awaited_batch())
 
 
 def _count_kept(conn: Connection, older_than: datetime) -> int:
-    jobs = select(func.count()).select_from(Job).where(_aged_job(older_than), _untold_job())
-    batches = select(func.count()).select_from(Batch).where(Batch.finished_at < older_than, _untold_batch())
+    jobs = select(func.count()).select_from(Job).where(_aged_job(older_than), _awaited_job())
+    batches = select(func.count()).select_from(Batch).where(Batch.finished_at < older_than, _awaited_batch())
     return (conn.scalar(jobs) or 0) + (conn.scalar(batches) or 0)
 
 
@@ -207,16 +238,19 @@ def _prune_jobs(conn: Connection, keep: Keep, *, older_than: datetime, chunk: in
     return _Pruned(len(found), counts[2], counts[1], counts[0])
 
 
-def _prune_batches(conn: Connection, keep: Keep, *, older_than: datetime, chunk: int) -> tuple[int, int]:
-    """How many were looked at, and how many of them are gone."""
+def _prune_batches(conn: Connection, keep: Keep, *, older_than: datetime, chunk: int) -> tuple[int, int, int]:
+    """How many were looked at, how many of them are gone, and how many of those were of ``/v1/batches``."""
     query = select(Batch.id).where(_old_batch(older_than)).order_by(Batch.id).limit(chunk)
     found = conn.scalars(query.with_for_update()).all()
     retried = _retried(conn, Callback.batch_id, found)
     ids = [batch_id for batch_id in found if batch_id not in retried]
     if not ids:
-        return len(found), 0
-    keep(conn, Batch, Batch.id.in_(ids))
-    return len(found), conn.execute(delete(Batch).where(Batch.id.in_(ids))).rowcount
+        return len(found), 0, 0
+    counts = []
+    for table, condition in ((ApiBatch, ApiBatch.batch_id.in_(ids)), (Batch, Batch.id.in_(ids))):
+        keep(conn, table, condition)
+        counts.append(conn.execute(delete(table).where(condition)).rowcount)
+    return len(found), counts[1], counts[0]
 
 
 def _retried(conn: Connection, column: Any, ids: Sequence[str]) -> set[str]:
@@ -250,7 +284,9 @@ def _prune_by_id(conn: Connection, keep: Keep, *, table: Any, old: ColumnElement
     return conn.execute(delete(table).where(table.id.in_(ids))).rowcount
 
 
-def _count(engine: Engine, older_than: datetime, minutes_before: datetime | None) -> PruneReport:
+def _count(
+    engine: Engine, older_than: datetime, minutes_before: datetime | None, files_before: datetime
+) -> PruneReport:
     old_job = _old_job(older_than)
     old_ids = select(Job.id).where(old_job)
     with reading(engine) as conn:
@@ -264,13 +300,14 @@ def _count(engine: Engine, older_than: datetime, minutes_before: datetime | None
         owned = select(Job.owner).where(Job.owner.is_not(None))
         # A worker that was sampled has, or will have, rows in the roll-ups.
         sampled = [select(table.worker_id) for table in (EngineSample, ThroughputHour, ThroughputMinute)]
+        old_batch = and_(Batch.finished_at < older_than, ~_awaited_batch(), Batch.id.not_in(kept_jobs))
         return PruneReport(
             jobs=count(Job, old_job),
             attempts=count(Attempt, Attempt.job_id.in_(old_ids)),
             results=count(Result, Result.job_id.in_(old_ids)),
-            batches=count(
-                Batch, and_(Batch.finished_at < older_than, ~_untold_batch(), Batch.id.not_in(kept_jobs))
-            ),
+            batches=count(Batch, old_batch),
+            api_batches=count(ApiBatch, ApiBatch.batch_id.in_(select(Batch.id).where(old_batch))),
+            files=count(StoredFile, old_file(files_before)),
             samples=count(EngineSample, EngineSample.sampled_at < older_than),
             workers=count(
                 Worker,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from pyarrow import parquet
@@ -77,6 +77,8 @@ EXPECTED = PruneReport(
     attempts=8,
     results=8,
     batches=1,
+    api_batches=0,
+    files=0,
     samples=6,
     workers=1,
     minutes=0,
@@ -84,7 +86,7 @@ EXPECTED = PruneReport(
     kept=0,
     dry_run=False,
 )
-NOTHING = PruneReport(0, 0, 0, 0, 0, 0, 0, 0, 0, dry_run=False)
+NOTHING = PruneReport(**dict.fromkeys(asdict(EXPECTED), 0) | {"dry_run": False})
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 500])

@@ -103,15 +103,24 @@ def prune(
             "--minutes-older-than", help="Delete roll-ups per minute of this age, too.", show_default=False
         ),
     ] = None,
+    files_older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--files-older-than",
+            help="Another age for files of /v1/files; that of the jobs unless given.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would go, change nothing.")] = False,
     database_url: DatabaseOption = None,
 ) -> None:
-    """Delete jobs that ended long ago, with their results, and what else is old: samples, workers, dead letters.
+    """Delete jobs that ended long ago, with their results, and what else is old: samples, workers, dead letters, files.
 
     The fleet may run meanwhile.
 
     Roll-ups are brought up to date first and stay, so that the throughput history goes on. So do jobs and batches
-    whose callbacks are still to be sent.
+    whose callbacks are still to be sent or whose answers are still to be written into their file, and files that a
+    batch needs.
 
     [bold]Examples[/bold]
 
@@ -119,7 +128,7 @@ def prune(
 
       tokenmill db prune --older-than 90d --archive until-march.jsonl.gz
 
-      tokenmill db prune --older-than 90d --minutes-older-than 365d
+      tokenmill db prune --older-than 90d --minutes-older-than 365d --files-older-than 30d
     """
     from dataclasses import asdict
 
@@ -128,9 +137,16 @@ def prune(
     now = datetime.now(UTC)
     before = now - age(older_than, "--older-than")
     minutes = None if minutes_older_than is None else now - age(minutes_older_than, "--minutes-older-than")
+    files = None if files_older_than is None else now - age(files_older_than, "--files-older-than")
     with database(settings_from(database_url=database_url)) as engine:
         report = prune_rows(
-            engine, before, minutes_older_than=minutes, archive=archive, dry_run=dry_run, now=now
+            engine,
+            before,
+            minutes_older_than=minutes,
+            files_older_than=files,
+            archive=archive,
+            dry_run=dry_run,
+            now=now,
         )
     others = ("dry_run", "kept")
     counts = {name.replace("_", " "): count for name, count in asdict(report).items() if name not in others}
@@ -142,7 +158,7 @@ def prune(
         verb = "would keep" if report.dry_run else "kept"
         typer.echo(
             f"{verb} {report.kept:,} jobs and batches of that age, whose callbacks are still to be sent "
-            "(tokenmill callbacks list --state due)"
+            "(tokenmill callbacks list --state due) or whose files tokenmill serve has still to write"
         )
 
 

@@ -114,7 +114,7 @@ async def create(call: Call) -> Response:
     def make(conn: Connection, replay: bool) -> bool:
         if replay and api_batches.find_api_batch(conn, batch_id, tenant) is not None:
             return True
-        record = files.find_file(conn, request.input_file_id, tenant)
+        record = files.find_file(conn, request.input_file_id, tenant, hold=True)
         if record is None:
             return False
         now = database_time(conn)
