@@ -13,11 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
-from enum import Enum
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -27,6 +25,7 @@ from models_db.claims import ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.clock import DatabaseClock
 from models_db.errors import DatabaseUnavailableError, WriterStoppedError
 from models_db.faults import Fault, classify, summary
+from models_db.operations import Batch, Failure, Kind, Op
 from models_db.tables import WorkerState
 from models_db.workers import NewSample
 
@@ -41,91 +40,7 @@ BUSY_OPS = 8  # operations in about BUSY_S that make the next batch gather
 BUSY_S = 0.1
 GATHER_STEP_S = 0.003  # a batch is complete when nothing more has come for so long
 LONGEST_GATHER_S = 0.03
-MAX_BREAKS = 5  # times that a large batch may break a connection that works before it is held to be the cause
-LARGE_BYTES = 1_000_000
 LOSSES_TOGETHER = 3  # times that a batch may meet a lock or a limit before it is taken apart
-
-
-class _Kind(Enum):
-    HEARTBEAT = "heartbeat"
-    FINISH = "finish"
-    RELEASE = "release"
-    CLAIM = "claim"
-    SAMPLE = "sample"
-    CALL = "call"
-
-
-@dataclass(slots=True, eq=False)
-class _Op:
-    kind: _Kind
-    payload: Any
-    future: Future[Any] = field(default_factory=Future)
-
-    def __str__(self) -> str:
-        item = getattr(self.payload, "job", self.payload)
-        job_id = getattr(item, "id", None) or getattr(item, "job_id", None)
-        return f"A {self.kind.value}" + (f" of job {job_id}" if job_id else "")
-
-    def settle(self, value: Any) -> None:
-        with suppress(InvalidStateError):
-            if isinstance(value, _Failure):
-                self.future.set_exception(value.error)
-            else:
-                self.future.set_result(value)
-
-    def suspicious(self) -> bool:
-        """Whether it may break a connection."""
-        return self.kind is _Kind.CALL or self.size() >= LARGE_BYTES
-
-    def size(self) -> int:
-        """Roughly the bytes that it sends."""
-        if self.kind is _Kind.CLAIM:
-            body = (self.payload.job.message or {}).get("body")
-            return 1000 + (2 * len(body) if isinstance(body, str) else 0)
-        result = self.payload.result if self.kind is _Kind.FINISH else None
-        if result is None:
-            return 1000
-        return 1000 + len(result.text) + 6 * len(result.token_ids or ()) + 300 * len(result.logprobs or ())
-
-
-@dataclass(slots=True, frozen=True)
-class _Failure:
-    error: BaseException
-
-
-@dataclass(slots=True)
-class _Batch:
-    ops: list[_Op]
-    now: datetime | None = None  # of its first try; stays the same, so that a replay recognises its own rows
-    replay: bool = False  # a commit may have gone through although its answer got lost
-    breaks: int = 0
-    losses: int = 0  # times that it met a lock or a limit
-    due: float = 0.0  # when it may be tried again, on the writer's clock
-
-    def part(self, ops: list[_Op]) -> _Batch:
-        """Some of its operations, to be run by themselves."""
-        return _Batch(ops, self.now, self.replay, losses=self.losses)
-
-    def parts(self) -> list[_Batch]:
-        """Smaller batches, in which what is to blame will be found: the heartbeats, which are not, come first."""
-        beats = [op for op in self.ops if op.kind is _Kind.HEARTBEAT]
-        if self.breaks >= MAX_BREAKS:
-            suspects = [op for op in self.ops if op.suspicious()]
-            pieces = [beats, [op for op in self.ops if op not in suspects and op not in beats]]
-            pieces += [[op] for op in suspects]
-        elif beats:
-            pieces = [beats, [op for op in self.ops if op not in beats]]
-        else:
-            half = len(self.ops) // 2
-            pieces = [self.ops[:half], self.ops[half:]]
-        return [self.part(piece) for piece in pieces if piece]
-
-    def to_blame(self) -> bool:
-        """Whether it may be what breaks the connection, as a row larger than the server's largest packet does.
-
-        Connections are also cut again and again by others, and no job may end for that.
-        """
-        return self.breaks >= MAX_BREAKS and any(op.suspicious() for op in self.ops)
 
 
 class DatabaseThread:
@@ -179,10 +94,10 @@ class DatabaseThread:
         self._healthy = True
         self._connection: Connection | None = None
         self._changed = threading.Condition()
-        self._urgent: deque[_Op] = deque()
-        self._waiting: deque[_Op] = deque()
-        self._alone: deque[_Batch] = deque()  # what shared a batch with an operation that failed
-        self._locked: list[_Batch] = []  # what met a lock or a limit, until it is due again
+        self._urgent: deque[Op] = deque()
+        self._waiting: deque[Op] = deque()
+        self._alone: deque[Batch] = deque()  # what shared a batch with an operation that failed
+        self._locked: list[Batch] = []  # what met a lock or a limit, until it is due again
         self._in_flight = 0
         self._stopping = False
         self._left_behind = False
@@ -196,27 +111,27 @@ class DatabaseThread:
 
     def claim(self, item: ClaimItem) -> Future[ClaimOutcome]:
         """See ``models_db.claims.claim``."""
-        return self._submit(_Op(_Kind.CLAIM, item))
+        return self._submit(Op(Kind.CLAIM, item))
 
     def finish(self, item: FinishItem) -> Future[bool]:
         """See ``models_db.claims.finish``; true once result and state are committed, false for a duplicate."""
-        return self._submit(_Op(_Kind.FINISH, item))
+        return self._submit(Op(Kind.FINISH, item))
 
     def release(self, item: ReleaseItem) -> Future[bool]:
         """See ``models_db.claims.release``."""
-        return self._submit(_Op(_Kind.RELEASE, item))
+        return self._submit(Op(Kind.RELEASE, item))
 
     def heartbeat(self, counter: int) -> Future[WorkerState | None]:
         """See ``models_db.workers.heartbeat``. Goes before everything that waits; of several the last counts."""
-        return self._submit(_Op(_Kind.HEARTBEAT, counter))
+        return self._submit(Op(Kind.HEARTBEAT, counter))
 
     def sample(self, sample: NewSample) -> Future[None]:
         """See ``models_db.workers.add_samples``."""
-        return self._submit(_Op(_Kind.SAMPLE, sample))
+        return self._submit(Op(Kind.SAMPLE, sample))
 
     def call(self, work: Callable[[Connection], T]) -> Future[T]:
         """Run ``work`` inside a batch's transaction, which it must not end; it may run again after a rollback."""
-        return self._submit(_Op(_Kind.CALL, work))
+        return self._submit(Op(Kind.CALL, work))
 
     def now(self) -> datetime:
         """The present by the clock of all stored times."""
@@ -255,11 +170,11 @@ class DatabaseThread:
             self._thread.join(2 * LONGEST_DELAY_S)
         return not self._left_behind and not self._thread.is_alive()
 
-    def _submit(self, op: _Op) -> Future[Any]:
+    def _submit(self, op: Op) -> Future[Any]:
         with self._changed:
             if self._stopping:
                 raise WriterStoppedError("the database thread has stopped and takes nothing more")
-            (self._urgent if op.kind is _Kind.HEARTBEAT else self._waiting).append(op)
+            (self._urgent if op.kind is Kind.HEARTBEAT else self._waiting).append(op)
             self._changed.notify()
         return op.future
 
@@ -298,7 +213,7 @@ class DatabaseThread:
             self._pause(GATHER_STEP_S)
             waited += GATHER_STEP_S
 
-    def _next_batch(self) -> _Batch | None:
+    def _next_batch(self) -> Batch | None:
         with self._changed:
             while True:
                 self._wait_for_work()
@@ -309,7 +224,7 @@ class DatabaseThread:
                         continue
                     return None
                 one_alone = self._alone and not self._urgent
-                batch = self._alone.popleft() if one_alone else _Batch(self._take())
+                batch = self._alone.popleft() if one_alone else Batch(self._take())
                 self._in_flight = len(batch.ops)
                 if batch.ops:
                     return batch
@@ -325,7 +240,7 @@ class DatabaseThread:
         self._alone.extend(batch for batch in self._locked if batch.due <= now)
         self._locked = [batch for batch in self._locked if batch.due > now]
 
-    def _take(self) -> list[_Op]:
+    def _take(self) -> list[Op]:
         """The heartbeats, then what waits up to the limits, without what has been cancelled meanwhile."""
         ops = [op for op in self._urgent if op.future.set_running_or_notify_cancel()]
         self._urgent.clear()
@@ -337,7 +252,7 @@ class DatabaseThread:
                 size += op.size()
         return ops
 
-    def _commit(self, batch: _Batch) -> None:
+    def _commit(self, batch: Batch) -> None:
         """Commit a batch and settle its futures, however often it takes."""
         delay = FIRST_DELAY_S
         while True:
@@ -357,7 +272,7 @@ class DatabaseThread:
                     return
                 if self._given_up.is_set():
                     self._left_behind = True
-                    self._settle(batch, [_Failure(_stopped(exc))] * len(batch.ops))
+                    self._settle(batch, [Failure(_stopped(exc))] * len(batch.ops))
                     return
                 if fault is Fault.TRANSIENT:
                     self._put_off(batch, exc)
@@ -369,7 +284,7 @@ class DatabaseThread:
                 self._settle(batch, values)
                 return
 
-    def _transact(self, batch: _Batch) -> list[Any]:
+    def _transact(self, batch: Batch) -> list[Any]:
         conn = self._connect()
         try:
             transaction = conn.begin()
@@ -389,47 +304,47 @@ class DatabaseThread:
             raise
         return values
 
-    def _execute(self, conn: Connection, batch: _Batch) -> list[Any]:
+    def _execute(self, conn: Connection, batch: Batch) -> list[Any]:
         """Every kind in one call; the value of each operation, in the batch's order."""
-        values: dict[_Op, Any] = {}
+        values: dict[Op, Any] = {}
         when: dict[str, Any] = {"now": batch.now, "replay": batch.replay}
 
-        def of(kind: _Kind) -> tuple[list[_Op], list[Any]]:
+        def of(kind: Kind) -> tuple[list[Op], list[Any]]:
             ops = [op for op in batch.ops if op.kind is kind]
             return ops, [op.payload for op in ops]
 
-        ops, counters = of(_Kind.HEARTBEAT)
+        ops, counters = of(Kind.HEARTBEAT)
         if ops:
             state = workers.heartbeat(conn, self._worker_id, max(counters), at=batch.now)
             values.update(dict.fromkeys(ops, state))
-        ops, items = of(_Kind.FINISH)
+        ops, items = of(Kind.FINISH)
         if ops:
             values.update(zip(ops, claims.finish(conn, items, self._worker_id, **when), strict=True))
-        ops, items = of(_Kind.RELEASE)
+        ops, items = of(Kind.RELEASE)
         if ops:
             values.update(zip(ops, claims.release(conn, items, self._worker_id, **when), strict=True))
-        ops, items = of(_Kind.CLAIM)
+        ops, items = of(Kind.CLAIM)
         if ops:
             outcomes = claims.claim(conn, items, self._worker_id, self._dead_ids(), **when)
             values.update(zip(ops, outcomes, strict=True))
-        ops, items = of(_Kind.SAMPLE)
+        ops, items = of(Kind.SAMPLE)
         if ops:
             workers.add_samples(conn, items)
             values.update(dict.fromkeys(ops, None))
-        for op in of(_Kind.CALL)[0]:
+        for op in of(Kind.CALL)[0]:
             with _spared(conn, op, values):
                 values[op] = op.payload(conn)
         return [values[op] for op in batch.ops]
 
-    def _isolate(self, batch: _Batch, error: Exception) -> None:
+    def _isolate(self, batch: Batch, error: Exception) -> None:
         """Run the batch in parts, and those that fail again in smaller ones, so that only the one to blame fails."""
         if len(batch.ops) == 1:
-            self._settle(batch, [_Failure(error)])
+            self._settle(batch, [Failure(error)])
             return
         with self._changed:
             self._alone.extendleft(reversed(batch.parts()))
 
-    def _put_off(self, batch: _Batch, error: Exception) -> None:
+    def _put_off(self, batch: Batch, error: Exception) -> None:
         """Try a batch that met a lock or was cut short again a little later; after a few times in parts."""
         batch.losses += 1
         large = len(batch.ops) > 1
@@ -442,16 +357,16 @@ class DatabaseThread:
                 batch.losses,
                 summary(error),
             )
-        beats = any(op.kind is _Kind.HEARTBEAT for op in batch.ops)
+        beats = any(op.kind is Kind.HEARTBEAT for op in batch.ops)
         pieces = batch.parts() if large and (beats or batch.losses >= LOSSES_TOGETHER) else [batch]
         delay = min(FIRST_DELAY_S * 2 ** min(batch.losses - 1, 10), LONGEST_DELAY_S)
         with self._changed:
             for piece in pieces:
-                beat = piece.ops[0].kind is _Kind.HEARTBEAT
+                beat = piece.ops[0].kind is Kind.HEARTBEAT
                 piece.due = self._clock() + (FIRST_DELAY_S if beat else delay)
                 self._locked.append(piece)
 
-    def _settle(self, batch: _Batch, values: list[Any]) -> None:
+    def _settle(self, batch: Batch, values: list[Any]) -> None:
         for op, value in zip(batch.ops, values, strict=True):
             op.settle(value)
 
@@ -467,7 +382,7 @@ class DatabaseThread:
         for op in ops:
             if op.future.running() or op.future.set_running_or_notify_cancel():
                 self._left_behind = True
-                op.settle(_Failure(_stopped(None)))
+                op.settle(Failure(_stopped(None)))
 
     def _connect(self) -> Connection:
         if self._connection is None:
@@ -506,7 +421,7 @@ def _stopped(cause: BaseException | None) -> WriterStoppedError:
 
 
 @contextmanager
-def _spared(conn: Connection, op: _Op, values: dict[_Op, Any]) -> Iterator[None]:
+def _spared(conn: Connection, op: Op, values: dict[Op, Any]) -> Iterator[None]:
     """Run a caller's own work under a savepoint, so that its error costs its neighbours nothing."""
     savepoint = conn.begin_nested()
     try:
@@ -515,6 +430,6 @@ def _spared(conn: Connection, op: _Op, values: dict[_Op, Any]) -> Iterator[None]
         if classify(exc) is not Fault.OTHER:
             raise
         savepoint.rollback()
-        values[op] = _Failure(exc)
+        values[op] = Failure(exc)
     else:
         savepoint.commit()
