@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -198,3 +199,18 @@ def test_each_web_example_can_be_tested_with_a_local_fleet(web: tuple[LocalFleet
     broken = json.loads(ask("/questions", body={"text": "one"})[1])["id"]
     assert "the sky fell" in ask(f"/questions/{broken}/events")[1]
     assert json.loads(ask(f"/questions/{broken}")[1]) == {"state": "failed", "error": "the sky fell"}
+
+
+@pytest.mark.parametrize("web", ["fastapi"], indirect=True)
+def test_the_page_of_the_fastapi_example_goes_on_behind_any_event(web: tuple[LocalFleet, Get]) -> None:
+    """It gives the id in the address, as it is."""
+    _, ask = web
+    address = f"/questions/{json.loads(ask('/questions', body={'text': 'one two'})[1])['id']}/events"
+    whole = ask(address)[1]
+    ids = re.findall(r"^id: (.*)$", whole, re.MULTILINE)
+    assert len(ids) > 1
+    for last in ids:
+        assert ask(f"{address}?last_id={last}") == (
+            200,
+            whole.partition(f"id: {last}\n")[2].partition("\n\n")[2],
+        )
