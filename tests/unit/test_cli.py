@@ -6,9 +6,12 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from backend.api import ConfigurationError, RequestError
@@ -16,36 +19,16 @@ from models_db import migrate
 from workers.cli import app
 from workers.cli.common import ExitCode, params_from
 
-COMMANDS = [
-    [],
-    ["worker"],
-    ["submit"],
-    ["bulk"],
-    ["bulk", "run"],
-    ["bulk", "resume"],
-    ["bulk", "status"],
-    ["bulk", "cancel"],
-    ["bulk", "export"],
-    ["job"],
-    ["job", "show"],
-    ["cancel"],
-    ["stats"],
-    ["top"],
-    ["db"],
-    ["db", "upgrade"],
-    ["db", "downgrade"],
-    ["db", "current"],
-    ["db", "check"],
-    ["db", "prune"],
-    ["db", "rollup"],
-    ["db", "sample-history"],
-    ["demo"],
-    ["doctor"],
-    ["bench"],
-    ["bench", "engine"],
-    ["bench", "steps"],
-]
-GROUPS = [[], ["bulk"], ["job"], ["db"]]
+
+def commands_of(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """This command and all below it, each with whether it does nothing by itself but lists others."""
+    below: dict[str, Any] = getattr(part, "commands", {})
+    yield path, bool(below) and part.no_args_is_help
+    for name, each in below.items():
+        yield from commands_of(each, (*path, name))
+
+
+COMMANDS = list(commands_of(typer.main.get_command(app)))
 DEAD_REDIS = "redis://:hunter2@127.0.0.1:1/0"
 
 
@@ -68,11 +51,11 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_teaches_by_example(command: list[str]) -> None:
+@pytest.mark.parametrize(("command", "group"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
+def test_every_command_teaches_by_example(command: tuple[str, ...], group: bool) -> None:
     done = run(*command, "--help")
     assert done.exit_code == 0
-    if command not in GROUPS:
+    if not group:
         assert "Example" in done.stdout
         assert f"tokenmill {' '.join(command)}" in done.stdout
 
@@ -313,6 +296,14 @@ def test_errors_of_the_configuration_are_not_usage_errors() -> None:
 
     assert exit_code_for(ConfigurationError("x")) is ExitCode.UNAVAILABLE
     assert exit_code_for(RequestError("x")) is ExitCode.USAGE
+
+
+def test_serve_without_a_key_listens_on_this_machine_alone(database_url: str) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.7", "example.com"):
+        done = run("serve", "--host", host, "--database-url", database_url)
+        assert done.exit_code == ExitCode.UNAVAILABLE
+        assert f"error: --host {host}: anybody who reaches this address" in done.stderr
+        assert "tokenmill keys create TENANT" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def serve(
     On this machine alone no key is asked for where none existed when it started: after the first one (tokenmill keys
     create) start it again. To listen on another address there must be a key. Put a proxy with TLS before it. Needs
     the extra: pip install 'tokenmill\\[serve]'
+
+    [bold]Examples[/bold]
+
+      tokenmill serve --model smollm2
+
+      tokenmill serve --host 0.0.0.0 --port 8080
     """
     from workers.serve.auth import is_loopback
 
@@ -88,7 +94,12 @@ def create(
     name: Annotated[str, typer.Option(help="What it is for, for people.")] = "default",
     database_url: DatabaseOption = None,
 ) -> None:
-    """Make a key and print it. It is stored as a hash only: this is the one time it is seen."""
+    """Make a key and print it. It is stored as a hash only: this is the one time it is seen.
+
+    [bold]Example[/bold]
+
+      tokenmill keys create acme --name "nightly summaries"
+    """
     from models_db import keys
     from models_db.errors import InvalidValueError
     from models_db.session import transaction
@@ -105,7 +116,12 @@ def create(
 
 @keys_app.command("list")
 def list_all(database_url: DatabaseOption = None, as_json: JsonOption = False) -> None:
-    """Show the keys that exist, without their secrets."""
+    """Show the keys that exist, without their secrets.
+
+    [bold]Example[/bold]
+
+      tokenmill keys list --json
+    """
     from models_db import keys
     from models_db.session import reading
 
@@ -138,7 +154,12 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As tokenmill keys list shows it.")],
     database_url: DatabaseOption = None,
 ) -> None:
-    """Let nobody in with this key any more. Running servers know within ten seconds."""
+    """Let nobody in with this key any more. Running servers know within ten seconds.
+
+    [bold]Example[/bold]
+
+      tokenmill keys revoke 1f2e3d4c
+    """
     from models_db import keys
     from models_db.session import transaction
 
