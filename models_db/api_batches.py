@@ -15,7 +15,7 @@ from sqlalchemy import Connection, insert, or_, select, update
 from models_db.base import utcnow
 from models_db.batches import BatchProgress, batches_progress
 from models_db.door_tables import ApiBatch
-from models_db.tables import TERMINAL_BATCH_STATES, Batch
+from models_db.tables import TERMINAL_BATCH_STATES, Batch, BatchState
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,14 @@ def _with_progress(
 
 
 def open_api_batches(conn: Connection) -> list[ApiBatchRecord]:
-    """Batches that are not done, or whose output is not written, the oldest first."""
+    """Batches that are not done, or whose output is not written, the oldest first. One that failed has no output."""
     query = (
         select(*_COLUMNS)
         .join(Batch, Batch.id == ApiBatch.batch_id)
-        .where(or_(Batch.state.not_in(TERMINAL_BATCH_STATES), ApiBatch.output_file_id.is_(None)))
+        .where(
+            or_(Batch.state.not_in(TERMINAL_BATCH_STATES), ApiBatch.output_file_id.is_(None)),
+            Batch.state != BatchState.FAILED,
+        )
         .order_by(ApiBatch.created_at, ApiBatch.batch_id)
     )
     return [ApiBatchRecord(*row) for row in conn.execute(query)]
@@ -127,6 +130,16 @@ def beat_feeding(conn: Connection, batch_id: str, feeder: str) -> bool:
         .values(feeder_beat=ApiBatch.feeder_beat + 1)
     )
     return changed.rowcount == 1
+
+
+def ended_at(conn: Connection, batch_id: str, *, lock: bool = False) -> datetime | None:
+    """When the batch ended; ``None`` while it has not, or not again.
+
+    Args:
+        lock: keep it so until the transaction ends. To be taken before the row of ``beat_feeding``.
+    """
+    query = select(Batch.finished_at).where(Batch.id == batch_id)
+    return conn.scalar(query.with_for_update() if lock else query)
 
 
 def set_output(

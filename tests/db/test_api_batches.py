@@ -8,8 +8,9 @@ import pytest
 from sqlalchemy import Engine
 
 from models_db.api_batches import add_api_batch, beat_feeding, open_api_batches, take_feeding
-from models_db.batches import create_batch
+from models_db.batches import create_batch, set_batch_state
 from models_db.session import transaction
+from models_db.tables import BatchState
 
 
 @pytest.fixture
@@ -37,6 +38,12 @@ def test_a_batch_goes_to_another_feeder_only_while_its_counter_stands_still(batc
         assert not take_feeding(conn, "b", "two", 1), "it has moved since"
         assert take_feeding(conn, "b", "two", 2)
         assert not beat_feeding(conn, "b", "one")
+
+
+def test_a_batch_that_has_failed_is_done_with(batch: Engine) -> None:
+    with batch.begin() as conn:
+        assert set_batch_state(conn, "b", BatchState.FAILED, error="no good line")
+        assert open_api_batches(conn) == []
 
 
 def test_a_batch_whose_files_are_being_written_is_passed_over(batch: Engine) -> None:

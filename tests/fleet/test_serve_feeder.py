@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from models_db import api_batches, batches, files
+from models_db.api_batches import ApiBatchRecord
 from models_db.jobs import retry_failed
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, JobState
 from tests.db.helpers import add_workers, claim_one, finish_one, new_result
 from tests.fleet.fleet import Fleet, RedisServer, wait_until
 from tests.fleet.test_serve_batches import line
+from workers.bulk_export import write_rows
 from workers.client import Client
 from workers.openai_lines import openai_lines
 from workers.payload import GeneratePayload
 from workers.serve.batches import batch_object
-from workers.serve.feeder import BatchFeeder
+from workers.serve.feeder import BatchFeeder, _by_turns
 
 IDLE = "nobody"
 
@@ -213,10 +217,99 @@ def test_the_counts_of_a_batch_are_the_lines_of_its_files(client: Client) -> Non
     cancel(client, batch_id)
     feeder.look()
     assert shown() == ({"total": 4, "completed": 1, "failed": 3}, 1, 3)
-    # What runs again afterwards is in no file, and changes no count.
+    # What runs again afterwards has the files written anew when it has ended.
     transaction(engine, lambda conn: retry_failed(conn, ids=[failed]))
-    assert shown() == ({"total": 4, "completed": 1, "failed": 3}, 1, 3)
+    assert shown() == ({"total": 4, "completed": 2, "failed": 1}, None, None)
+    claim_one(engine, failed, "counted")
+    assert finish_one(engine, failed, 2, "counted", JobState.SUCCEEDED, new_result())
+    feeder.look()
+    assert shown() == ({"total": 4, "completed": 2, "failed": 2}, 2, 2)
+
+
+def test_files_of_what_runs_again_meanwhile_are_not_kept(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = api_batch(client, 2)
+    feeder = BatchFeeder(client)
+    feeder.look()
     cancel(client, batch_id)
+
+    def again(*given: Any, **more: Any) -> Any:
+        written = write_rows(*given, **more)
+        retry = partial(retry_failed, batch_id=batch_id, states=[JobState.CANCELLED])
+        assert len(transaction(client.engine(), retry)) == 2
+        return written
+
+    monkeypatch.setattr("workers.serve.feeder.write_rows", again)
+    feeder.look()
+    monkeypatch.undo()
+    assert output_of(client, batch_id, "") is None
+    cancel(client, batch_id)
+    feeder.look()
+    assert output_of(client, batch_id, "") is not None
+
+
+@pytest.mark.parametrize("part", ["_checked", "_write"])
+def test_a_small_batch_waits_for_no_large_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    go_on, begun = threading.Event(), set[str]()
+    work = getattr(BatchFeeder, part)
+
+    def slow(self: BatchFeeder, record: ApiBatchRecord, *more: Any) -> Any:
+        if record.tenant.startswith("large"):
+            begun.add(record.tenant)
+            assert go_on.wait(60)
+        return work(self, record, *more)
+
+    def ended(tenant: str) -> bool:
+        return output_of(client, made[tenant], tenant) is not None
+
+    monkeypatch.setattr(BatchFeeder, part, slow)
+    monkeypatch.setattr("workers.serve.feeder._LARGE_BYTES", 1000)
+    large, small = [[f"{size}-{part}-{n}" for n in range(3)] for size in ("large", "small")]
+    made = {each: api_batch(client, 20, model="echo", tenant=each) for each in large}
+    made |= {each: api_batch(client, 2, model="echo", tenant=each) for each in small}
+    feeder = BatchFeeder(client)
+    feeder.start()
+    try:
+        wait_until(lambda: len(begun) == 2, 30, "large batches to be at work")
+        wait_until(lambda: all(map(ended, small)), 30, "the small ones to end")
+        assert len(begun) == 2, "a place is kept for small ones"
+        go_on.set()
+        wait_until(lambda: all(map(ended, large)), 30, "the large ones to end")
+    finally:
+        go_on.set()
+        feeder.stop()
+
+
+def test_a_batch_that_meets_a_fault_holds_up_no_other(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = api_batch(client, 1, tenant="broken"), api_batch(client, 1, tenant="whole")
+    checked = BatchFeeder._checked
+
+    def broken(self: BatchFeeder, record: ApiBatchRecord, file: Any) -> Any:
+        if record.tenant == "broken":
+            raise RuntimeError("a fault")
+        return checked(self, record, file)
+
+    monkeypatch.setattr(BatchFeeder, "_checked", broken)
+    feeder = BatchFeeder(client)
+    with pytest.raises(RuntimeError, match="a fault"):
+        feeder.look()
+    monkeypatch.undo()
+    with reading(client.engine()) as conn:
+        assert batches.open_jobs(conn, first, 1) == (BatchState.VALIDATING, 0)
+        assert batches.open_jobs(conn, second, 1) == (BatchState.IN_PROGRESS, 1)
+    for batch_id in (first, second):
+        cancel(client, batch_id)
+    feeder.look()
+
+
+def test_tenants_take_turns() -> None:
+    held = [SimpleNamespace(tenant=tenant, batch_id=n) for n, tenant in enumerate("aaabac")]
+    assert [each.batch_id for each in _by_turns(held)] == [0, 3, 5, 1, 2, 4]  # type: ignore[arg-type]
 
 
 def output_of(client: Client, batch_id: str, tenant: str) -> str | None:

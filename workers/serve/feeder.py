@@ -4,6 +4,9 @@ Any number of servers may run. Each batch is fed by one of them, which moves a c
 takes the batch over when the counter has not moved for some seconds on its own clock. Whatever is killed, nothing is
 fed twice: lines that are in are passed over, and a line's id is unique in its batch.
 
+What may take long, feeding a batch and writing its files, is done by a few threads, of which large batches leave one to
+the small ones; tenants take turns. So nobody's small batch waits for the end of somebody's large one.
+
 A batch whose tenant has as much open as it may goes on in a thread of its own, with its file open, as its jobs end; the
 others do not wait for it. A large batch that is being cancelled has a thread of its own, too; where the server that was
 at it has been killed, whoever feeds the batch goes on.
@@ -17,8 +20,10 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import IO, Any, TypeVar
 
 from sqlalchemy import Connection
@@ -28,7 +33,7 @@ from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
 from models_db.batch_cancel import cancel_batch, to_cancel
 from models_db.batch_rows import BatchRow
-from models_db.errors import DatabaseError, DuplicateCustomIdError, TenantLimitError
+from models_db.errors import DatabaseError, DatabaseUnavailableError, DuplicateCustomIdError, TenantLimitError
 from models_db.session import reading, transaction
 from models_db.tables import BatchState
 from workers.bulk import BulkRunner
@@ -47,6 +52,11 @@ _DEAD_AFTER_S = 15.0
 _MOST_LIMITED = (
     8  # batches of tenants with too much open that are fed at once, each in a thread and with a file
 )
+_MOST_AT_WORK = (
+    3  # batches that are fed or written at once: threads that compute take time from the server's answers
+)
+_MOST_LARGE = 2  # of them
+_LARGE_BYTES = 4 * 2**20  # of input; about a second's work
 _SPOOLED_BYTES = 32 * 2**20  # of a file that is read or written, in memory; the rest is on disk
 
 
@@ -56,6 +66,31 @@ class _LostError(Exception):
 
 class _StoppedError(Exception):
     """This server ends."""
+
+
+class _Work(threading.Thread):
+    """One batch's feeding or writing, beside the others'."""
+
+    def __init__(self, name: str, do: Callable[[], None], then: Callable[[], None], *, large: bool) -> None:
+        super().__init__(name=name, daemon=True)
+        self.large = large
+        self.over = False
+        self._do, self._then = do, then
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """See the class."""
+        try:
+            self._do()
+        except Exception as error:
+            self._error = error
+        self.over = True
+        self._then()
+
+    def result(self) -> None:
+        """Raise what it met."""
+        if self._error is not None:
+            raise self._error
 
 
 class BatchFeeder:
@@ -72,6 +107,7 @@ class BatchFeeder:
         self._seen: dict[str, tuple[int, float]] = {}  # other servers' counters, and since when they stand
         self._next_beats: dict[str, float] = {}  # by batch; each is beaten for by one thread at a time
         self._limited: dict[str, threading.Thread | None] = {}  # batches whose tenant has too much open
+        self._at_work: dict[str, _Work] = {}  # of the feeder's own thread alone
         self._cancelling: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()  # of what is asked for from other threads
         self._stop = threading.Event()
@@ -118,11 +154,12 @@ class BatchFeeder:
         """End after the present chunk; another server, or the next one, goes on from there."""
         self._stop.set()
         self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)  # begins no more of the others
         with self._lock:
             cancelling = list(self._cancelling.values())
-        for thread in (self._thread, *filter(None, self._limited.values()), *cancelling):
-            if thread.is_alive():
-                thread.join(timeout_s)
+        for thread in (*self._at_work.values(), *filter(None, self._limited.values()), *cancelling):
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -136,7 +173,11 @@ class BatchFeeder:
             self._wake.clear()
 
     def look(self) -> None:
-        """Do what there is to do for every open batch."""
+        """Do what there is to do for every open batch; what may take long is only begun, where the feeder is started.
+
+        Raises:
+            Exception: the first that a batch met, once all have been looked at.
+        """
         with reading(self._client.engine()) as conn:
             found = api_batches.open_api_batches(conn)
         open_now = {record.batch_id for record in found}
@@ -147,23 +188,63 @@ class BatchFeeder:
         ):  # of batches that are done with, nothing needs to be known
             for batch_id in kept.keys() - open_now:
                 kept.pop(batch_id)
-        for record in found:
+        for batch_id in [each for each, work in self._at_work.items() if work.over and each not in open_now]:
+            del self._at_work[batch_id]
+        faults: list[Exception] = []
+        for record in _by_turns(found):
             if self._stop.is_set():
                 return
-            if not self._is_mine(record):
-                continue
             try:
-                self._advance(record)
+                self._take_up(record)
             except _StoppedError:
                 return
-            except _LostError:
-                log.warning("batch %s is fed by another server now", record.batch_id)
-            except TenantLimitError as error:
-                log.info("batch %s waits: %s", record.batch_id, error)
-                self._limited[record.batch_id] = None
-                self._feed_beside(record)
-            except DuplicateCustomIdError:
-                log.info("batch %s: another server has fed these lines", record.batch_id)
+            except DatabaseUnavailableError:
+                raise
+            except Exception as error:  # its own: the others go on
+                faults.append(error)
+        for fault in faults[1:]:
+            log.warning("another batch waits: %s", fault)
+        if faults:
+            raise faults[0]
+
+    def _take_up(self, record: ApiBatchRecord) -> None:
+        try:
+            begun = self._at_work.get(record.batch_id)
+            if begun is not None:
+                if begun.over:  # the next look knows what it has changed
+                    del self._at_work[record.batch_id]
+                    self.wake()
+                    begun.result()
+                return  # it shows by itself that it lives
+            if self._is_mine(record):
+                self._advance(record)
+        except _LostError:
+            log.warning("batch %s is fed by another server now", record.batch_id)
+        except TenantLimitError as error:
+            log.info("batch %s waits: %s", record.batch_id, error)
+            self._limited[record.batch_id] = None
+            self._feed_beside(record)
+        except DuplicateCustomIdError:
+            log.info("batch %s: another server has fed these lines", record.batch_id)
+
+    def _do(self, record: ApiBatchRecord, work: Callable[[ApiBatchRecord], None]) -> bool:
+        """Do what may take long: beside, once there is room, and at once in a look by hand; whether it is done."""
+        if threading.current_thread() is not self._thread:
+            work(record)
+            return True
+        busy = [each for each in self._at_work.values() if not each.over]
+        if len(busy) < _MOST_AT_WORK:
+            with reading(self._client.engine()) as conn:
+                file = files.find_file(conn, record.input_file_id, record.tenant)
+            large = file is None or file.bytes > _LARGE_BYTES
+            if not large or sum(each.large for each in busy) < _MOST_LARGE:
+                name = f"tokenmill-batch-{record.batch_id[:8]}"
+                begun = _Work(name, partial(work, record), self.wake, large=large)
+                self._at_work[record.batch_id] = begun
+                begun.start()
+                return False
+        self._beat(record.batch_id)
+        return False
 
     def _feed_beside(self, record: ApiBatchRecord) -> None:
         """Feed a limited batch in a thread of its own, as its tenant has room; later, where there are too many."""
@@ -219,14 +300,17 @@ class BatchFeeder:
                 self._beat(record.batch_id)
                 self._feed_beside(record)
                 return
-            self._feed(record)
+            if not self._do(record, self._feed):
+                return
         elif unended and not state.terminal:
             self._beat(record.batch_id)
             return
         end = partial(batches.finish_batch_if_done, batch_id=record.batch_id)
         ended = transaction(self._client.engine(), end)
+        if ended is BatchState.FAILED:
+            return  # nothing of it was run, so there is nothing to write
         if ended is not None and record.output_file_id is None:
-            self._write(record)
+            self._do(record, self._write)
         else:
             self._beat(record.batch_id)
 
@@ -322,11 +406,16 @@ class BatchFeeder:
         ):
             texts = [io.TextIOWrapper(file, encoding="utf-8", newline="\n") for file in (results, failures)]
             with reading(self._client.engine()) as conn:
+                ended_at = api_batches.ended_at(conn, record.batch_id)
                 written = write_rows(conn, record.batch_id, *texts, line=line)
             for text in texts:
                 text.detach()
 
             def store(conn: Connection) -> bool:
+                if ended_at is None or api_batches.ended_at(conn, record.batch_id, lock=True) != ended_at:
+                    return (
+                        False  # jobs were queued again meanwhile; the files are written when those have ended
+                    )
                 # This locks the row, which is a sign of life for as long as the files take.
                 if not api_batches.beat_feeding(conn, record.batch_id, self._id):
                     raise _LostError
@@ -351,3 +440,13 @@ class BatchFeeder:
                 return done
 
             transaction(self._client.engine(), store)
+
+
+def _by_turns(records: Iterable[ApiBatchRecord]) -> list[ApiBatchRecord]:
+    """The oldest batch of each tenant, then the second oldest of each, and so on."""
+    count: Counter[str] = Counter()
+    ranked = []
+    for record in records:
+        ranked.append((count[record.tenant], record))
+        count[record.tenant] += 1
+    return [record for _, record in sorted(ranked, key=itemgetter(0))]
