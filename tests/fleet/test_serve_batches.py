@@ -104,6 +104,7 @@ def test_a_file_without_a_good_line_fails_its_batch(client: openai.OpenAI) -> No
     batch = run(client, "{broken")
     assert batch.status == "failed"
     assert "1 bad line" in batch.errors.data[0].message
+    assert (batch.output_file_id, batch.error_file_id) == (None, None)
     assert run(client).status == "failed"
 
 
@@ -122,7 +123,8 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, url: str) -> N
     made = [client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in range(3)]
     newest, following = client.files.list(limit=2).data[:2]
     assert [newest.id, following.id] == [made[2].id, made[1].id]
-    assert [file.id for file in client.files.list(order="asc", limit=2).data[:2]] == [made[0].id, made[1].id]
+    newest_first = [file.id for file in client.files.list()]
+    assert [file.id for file in client.files.list(order="asc", limit=2)] == newest_first[::-1]
     assert [file.id for file in client.files.list(order="asc", after=made[0].id)] == [made[1].id, made[2].id]
     assert client.files.content(made[2].id).content == b"xx"
     assert client.files.delete(made[0].id).deleted
@@ -132,7 +134,8 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, url: str) -> N
         client.files.create(file=("big.jsonl", b"x" * 100_001), purpose="batch")
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("a.jsonl", b"x"), purpose="vision")
-    assert httpx2.post(f"{url}/v1/files", data={"purpose": "batch"}).status_code == 400
+    assert httpx2.post(f"{url}/v1/files", files={"purpose": (None, "batch")}).status_code == 400
+    assert httpx2.post(f"{url}/v1/files", data={"purpose": "batch"}).status_code == 415
     assert httpx2.get(f"{url}/v1/files?limit=0").status_code == 400
     assert "order" in httpx2.get(f"{url}/v1/files?order=up").json()["error"]["message"]
 
@@ -171,6 +174,16 @@ def test_what_belongs_to_one_tenant_is_not_there_for_another(fleet: Fleet) -> No
         status = fleet.status(answer["response"]["request_id"])
         assert status is not None
         assert status.tenant == "acme"
+        ids = [
+            each.completions.create(
+                model="echo", prompt="a b", max_tokens=2, extra_headers={"Idempotency-Key": "same"}
+            ).id
+            for each in (acme, bolt, acme)
+        ]
+        assert ids[0] == ids[2] != ids[1], "a key is its tenant's own"
+        theirs = fleet.status(ids[1].removeprefix("cmpl-"))
+        assert theirs is not None
+        assert theirs.tenant == "bolt"
         assert list(bolt.batches.list()) == []
         assert list(bolt.files.list()) == []
         for attempt in (

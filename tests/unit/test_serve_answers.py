@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from backend.api import KVCapacityError, PromptTooLongError, RequestError
+from workers.client import StreamEvent
 from workers.serve.answers import CHAT, COMPLETION, logprobs
-from workers.serve.errors import from_end
+from workers.serve.errors import ApiError, from_end
+from workers.serve.generation import Continuous
 from workers.streams import StreamEnd
 
 ENTRIES = [
@@ -55,3 +57,18 @@ def test_what_only_a_worker_can_refuse_is_the_callers_fault(kind: type[RequestEr
     error = from_end("j", StreamEnd("failed", error_type=kind.__name__, error_message="prompt: is too long"))
     assert (error.status, error.kind, error.code) == (400, "invalid_request_error", code)
     assert error.message == "job j: prompt: is too long"
+
+
+def test_an_answer_that_begins_again_continues_where_it_was() -> None:
+    again = Continuous()
+    events = [
+        StreamEvent("1-0", "text", text="one "),
+        StreamEvent("2-0", "text", text="two"),
+        StreamEvent("3-0", "restart"),
+        StreamEvent("4-0", "text", text="on"),
+        StreamEvent("5-0", "text", text="e two three"),
+    ]
+    assert [again.feed(event) for event in events] == ["one ", "two", "", "", " three"]
+    again.feed(StreamEvent("6-0", "restart"))
+    with pytest.raises(ApiError, match="differently"):
+        again.feed(StreamEvent("7-0", "text", text="other"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from backend.api import TokenmillError
 from models_db.errors import DatabaseError
@@ -208,7 +209,7 @@ async def _stream(
     await stack.enter_async_context(generation)
     try:
         events = await stack.enter_async_context(aclosing(generation.events()))
-        first = await anext(events)
+        first = await _unless_gone(call.request, anext(events))
         if first[1].end is not None and first[1].end.state != "succeeded":
             raise from_end(generation.jobs[first[0]].id, first[1].end)
     except BaseException:
@@ -216,34 +217,45 @@ async def _stream(
         raise
     chunks = Chunks(endpoint, generation.jobs[0].id, request.model, created)
 
-    async def body() -> AsyncIterator[str]:
+    async def body() -> AsyncGenerator[str, None]:
         texts = [Continuous() for _ in generation.jobs]
         done: list[Any] = [None] * len(texts)
-        async with stack:
-            try:
-                for index in range(len(texts)):
-                    if opening := chunks.first(index):
-                        yield opening
-                pending = [first]
-                while pending or None in done:
-                    index, event = pending.pop() if pending else await anext(events)
-                    if fresh := texts[index].feed(event):
-                        yield chunks.text(index, fresh)
-                    if event.end is None:
-                        continue
-                    if event.end.state != "succeeded":
-                        raise from_end(generation.jobs[index].id, event.end)
-                    done[index] = choice_of(texts[index].sent, event.end)
-                    entries = None
-                    if request.alternatives is not None:  # a stream carries text alone; SQL has them by now
-                        entries = (await generation.stored(index)).logprobs
-                    yield chunks.finish(index, event.end.finish_reason, entries)
-                if request.wants_usage:
-                    yield chunks.usage(done, prompts)
-                yield DONE
-            except (ApiError, TokenmillError, DatabaseError) as error:
-                log.warning("a stream of job %s ended early: %s", generation.jobs[0].id, error)
-                yield sse(from_exception(error).body())
+        try:
+            for index in range(len(texts)):
+                if opening := chunks.first(index):
+                    yield opening
+            pending = [first]
+            while pending or None in done:
+                index, event = pending.pop() if pending else await anext(events)
+                if fresh := texts[index].feed(event):
+                    yield chunks.text(index, fresh)
+                if event.end is None:
+                    continue
+                if event.end.state != "succeeded":
+                    raise from_end(generation.jobs[index].id, event.end)
+                done[index] = choice_of(texts[index].sent, event.end)
+                entries = None
+                if request.alternatives is not None:  # a stream carries text alone; SQL has them by now
+                    entries = (await generation.stored(index)).logprobs
+                yield chunks.finish(index, event.end.finish_reason, entries)
+            if request.wants_usage:
+                yield chunks.usage(done, prompts)
+            yield DONE
+        except (ApiError, TokenmillError, DatabaseError) as error:
+            log.warning("a stream of job %s ended early: %s", generation.jobs[0].id, error)
+            yield sse(from_exception(error).body())
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+    return EventStream(body(), stack)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, which end what they read from also where the caller has gone before the first was sent."""
+
+    def __init__(self, events: AsyncGenerator[str, None], source: AsyncExitStack) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events, self._source = events, source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._source, aclosing(self._events):
+            await super().__call__(scope, receive, send)

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -16,6 +17,7 @@ from workers.serve.errors import ApiError
 
 _KNOWN_FOR_S = 10.0  # so long a revoked key may still work
 _MOST_KNOWN = 10_000
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 def is_loopback(host: str) -> bool:
@@ -26,6 +28,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_cross_site(request: Request) -> bool:
+    """Whether a browser sends this for a page that the service itself has not served; programs do not say."""
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = request.headers.get("origin")  # of browsers that do not send the other
+    return origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
 
 
 class Gate:
@@ -54,6 +65,14 @@ class Gate:
             if not is_loopback(request.url.hostname or ""):
                 raise ApiError(
                     403, "only this machine may call a service without keys", kind="invalid_request_error"
+                )
+            if request.method not in _SAFE_METHODS and is_cross_site(request):
+                raise ApiError(
+                    403,
+                    "a page of another site may not call a service without keys. Call it from a program, or make a "
+                    "key with `tokenmill keys create TENANT`",
+                    kind="invalid_request_error",
+                    code="cross_site_request",
                 )
             return None
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from models_db.session import reading
 from models_db.text import clean_text
 from workers.client import AsyncClient
-from workers.serve.errors import ApiError, invalid, refused
+from workers.serve.errors import ApiError, invalid, refused, wrong_kind
 from workers.serve.feeder import BatchFeeder
 from workers.settings import Settings
 
@@ -61,11 +61,7 @@ class Call:
         """
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also what keeps other sites' forms out
-            raise ApiError(
-                415,
-                f"the body is sent as {kind[:80] or 'nothing'}. Send it as application/json",
-                kind="invalid_request_error",
-            )
+            raise wrong_kind(kind, "application/json")
         most = 8 * self.settings.max_prompt_chars + 2**20
         body = bytearray()
         async for piece in self.request.stream():

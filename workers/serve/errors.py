@@ -111,6 +111,12 @@ def _is_branch(part: int | str) -> bool:
     return part == "str" or (isinstance(part, str) and "[" in part)
 
 
+def wrong_kind(kind: str, wanted: str) -> ApiError:
+    """A body of another ``Content-Type``."""
+    message = f"the body is sent as {kind[:80] or 'nothing'}. Send it as {wanted}"
+    return ApiError(415, message, kind="invalid_request_error")
+
+
 def not_found(what: str, name: str) -> ApiError:
     """Something that does not exist, or belongs to somebody else: one cannot tell which."""
     return ApiError(

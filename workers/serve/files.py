@@ -9,7 +9,9 @@ from typing import IO, Any
 
 from sqlalchemy import Connection, Engine
 from starlette.datastructures import UploadFile
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message
 
 from models_db import files
 from models_db.errors import CommitUnknownError
@@ -17,9 +19,10 @@ from models_db.files import FileRecord
 from models_db.session import certain, transaction
 from workers.client.errors import CreationUnknownError
 from workers.serve.call import Call, page_size
-from workers.serve.errors import ApiError, not_found, refused
+from workers.serve.errors import ApiError, not_found, refused, wrong_kind
 
 PURPOSES = ("batch",)
+_FORM_BYTES = 2**16  # of a form beside its file
 ORDERS = ("asc", "desc")  # by the moment of creation
 
 
@@ -40,9 +43,12 @@ async def upload(call: Call) -> Response:
     """``POST /v1/files``, as a form with ``purpose`` and ``file``."""
     most = call.settings.max_file_bytes
     length = call.request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length[:20]) > most + 2**16:
+    if length.isascii() and length.isdigit() and int(length[:20]) > most + _FORM_BYTES:
         raise too_large(most)
-    async with call.request.form(max_files=1, max_fields=10) as form:
+    kind = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":  # other forms hold no file, and are read into memory
+        raise wrong_kind(kind, "multipart/form-data, with purpose and file")
+    async with _bounded(call.request, most).form(max_files=1, max_fields=10) as form:
         purpose, file = form.get("purpose"), form.get("file")
         if purpose not in PURPOSES:
             wrong, fix = (
@@ -63,6 +69,21 @@ async def upload(call: Call) -> Response:
             purpose=str(purpose),
         )
     return JSONResponse(file_object(record))
+
+
+def _bounded(request: Request, most: int) -> Request:
+    """The request, whose body is refused as soon as more has come than a file may have: nothing may say its length."""
+    come = 0
+
+    async def receive() -> Message:
+        nonlocal come
+        message = await request.receive()
+        come += len(message.get("body", b""))
+        if come > most + _FORM_BYTES:
+            raise too_large(most)
+        return message
+
+    return Request(request.scope, receive)
 
 
 def store_upload(engine: Engine, file: IO[bytes], *, tenant: str, filename: str, purpose: str) -> FileRecord:
