@@ -22,6 +22,18 @@ DEFAULT_MAX_TOKENS = 1024
 MAX_CHOICES = 16
 _PRIORITIES = {"auto": 3, "default": 3, "priority": 0, "flex": 6}
 
+# Numbers that a job takes under the same name.
+_NUMBERS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+)
+
 # Accepted and without effect here.
 _BOOKKEEPING = frozenset(
     {
@@ -147,21 +159,7 @@ class _Request(_Loose):
     stream_options: StreamOptions | None = None
     service_tier: str | None = None
 
-    @field_validator(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "n",
-        mode="before",
-    )
+    @field_validator("temperature", "seed", "max_tokens", "n", *_NUMBERS, mode="before")
     @classmethod
     def _numbers(cls, value: Any) -> Any:
         return refuse_truth(value)
@@ -196,18 +194,7 @@ class _Request(_Loose):
         raise NotImplementedError
 
     def _payload(self, max_tokens: int | None) -> dict[str, Any]:
-        names = (
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "logit_bias",
-            "stop",
-            "min_tokens",
-            "ignore_eos",
-        )
+        names = (*_NUMBERS, "stop", "ignore_eos")
         fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.alternatives is not None:
             fields["logprobs"] = self.alternatives
