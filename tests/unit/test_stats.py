@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from backend.api import BackendInfo, BackendStats, ConfigurationError
@@ -116,6 +117,30 @@ def test_top_prints_one_look_where_there_is_no_terminal(url: str) -> None:
     assert "No worker is alive. Start one: tokenmill worker" in done.stdout
     for word in ("gpu-2", "tokenmill.large", "reports-0305"):
         assert word in done.stdout
+
+
+def test_top_looks_again_and_again_until_ctrl_c_which_leaves_the_terminal_as_it_was(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, pauses = io.StringIO(), []
+    terminal = Console(file=screen, force_terminal=True, highlight=False, width=120, height=40)
+    monkeypatch.setattr("workers.cli.top.console", lambda: terminal)
+
+    def pause(seconds: float) -> None:
+        pauses.append((seconds, screen.getvalue()))
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("workers.cli.top._sleep", pause)
+    done = run(url, "top", "--interval", "0.5")
+    assert (done.exit_code, done.output) == (0, "")
+    assert [seconds for seconds, _ in pauses] == [0.5] * 3
+    looks = [shown.count("2 jobs running, 5 queued") for _, shown in pauses]
+    assert looks == [1, 2, 3], "one look a pause"
+    assert [shown.count("up to") for _, shown in pauses] == [0, 1, 2], "the course, once there is one"
+    opened, closed = "\x1b[?1049h", "\x1b[?1049l"
+    assert (screen.getvalue().count(opened), screen.getvalue().count(closed)) == (1, 1)
+    assert screen.getvalue().rindex(closed) > screen.getvalue().rindex("queued")
 
 
 INFO = BackendInfo(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +16,13 @@ from workers.cli.durations import bounded
 from workers.cli.stats import number, sparkline
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
     from models_db.fleet_now import FleetNow
 
 _REMEMBERED = 60  # looks in the sparkline
+_sleep = time.sleep
 _SHORTEST_S, _LONGEST_S = 0.2, 3600.0  # between two looks
 
 
@@ -32,7 +36,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
     database_url: DatabaseOption = None,
 ) -> None:
-    """Watch the fleet: workers, how busy their devices are, tokens per second, queues, running batches. Ctrl-C ends it.
+    """Watch the fleet: workers, how busy their devices are, tokens per second, queues, running batches.
+
+    Ctrl-C ends it, with exit status 0.
 
     [bold]Examples[/bold]
 
@@ -58,15 +64,18 @@ def top(
         if once or not out.is_terminal:
             out.print(frame())
             return
-        from rich.live import Live
+        with suppress(KeyboardInterrupt):
+            watch(out, frame, partial(_sleep, interval))
 
-        try:
-            with Live(frame(), console=out, screen=True, auto_refresh=False) as live:
-                while True:
-                    time.sleep(interval)
-                    live.update(frame(), refresh=True)
-        except KeyboardInterrupt:
-            return
+
+def watch(out: Console, frame: Callable[[], RenderableType], pause: Callable[[], object]) -> None:
+    """Show one look after the other on a screen of its own, until Ctrl-C, which leaves the terminal as it was."""
+    from rich.live import Live
+
+    with Live(frame(), console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            pause()
+            live.update(frame(), refresh=True)
 
 
 def picture(now: FleetNow, course: list[float | None]) -> RenderableType:
