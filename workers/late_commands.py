@@ -11,7 +11,6 @@ from celery.utils.functional import pass1
 from celery.utils.log import get_logger
 from celery.worker import control
 from celery.worker.control import Panel
-from kombu.exceptions import OperationalError
 
 from workers.control import ENDING_COMMANDS
 
@@ -39,6 +38,7 @@ class LateCommands:
         self._connection: Any = None
         self._node: Any = None
         self._next_try = 0.0
+        self._running = False
 
     @property
     def listening(self) -> bool:
@@ -47,16 +47,22 @@ class LateCommands:
 
     def run(self) -> None:
         """Do what has been asked; listens from the first call on. Whatever goes wrong is tried again later."""
-        if self._connection is None and not self._connect():
+        if (
+            self._running
+        ):  # Celery waits for a soft shutdown in a signal's handler, which may have interrupted this
             return
+        self._running = True
         try:
-            for _ in range(_AT_ONCE):
-                self._connection.drain_events(timeout=_LOOK_S)
+            if self._connection is not None or self._connect():
+                for _ in range(_AT_ONCE):
+                    self._connection.drain_events(timeout=_LOOK_S)
         except TimeoutError:
             pass  # there is nothing more
         except Exception as exc:
             logger.warning("Control commands are not heard for now: %r", exc)
             self.close()
+        finally:
+            self._running = False
 
     def close(self) -> None:
         """Listen no more."""
@@ -82,7 +88,7 @@ class LateCommands:
                 channel=connection.channel(),
             )
             self._node.listen(callback=self._on_message)
-        except (OperationalError, *connection.connection_errors, *connection.channel_errors) as exc:
+        except Exception as exc:  # whatever it is, it must not keep the worker from its shutdown
             logger.warning("Control commands are not heard for now: %r", exc)
             connection.release()
             return False

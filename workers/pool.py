@@ -363,7 +363,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
 
     def on_close(self) -> None:
         """Before Celery stops to listen to commands, so that none is missed in between."""
-        if self._table is not None and self._table.unfinished:
+        if self._table is not None and self._table.unfinished and not _is_cold():
             self._listen()
 
     def on_terminate(self) -> None:
@@ -384,10 +384,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
             )
         end: float | None = None
         while table.unfinished or self._foreign.running:
-            self.pump(0.05, listen=end is None)
+            self.pump(0.05, listen=end is None and not _is_cold())
             now = time.monotonic()
-            cold = state.should_terminate not in (None, False)
-            if end is None and (cold or table.dead or now >= end_of_grace):
+            if end is None and (_is_cold() or table.dead or now >= end_of_grace):
                 logger.info("Handing back %d jobs", table.running)
                 table.release()
                 end = now + _LAST_COMMITS_S
@@ -416,7 +415,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             logger.warning("A timer failed during the shutdown: %r", exc)
 
     def _listen(self) -> None:
-        if self._commands is not None and state.should_terminate in (None, False):
+        if self._commands is not None:
             self._commands.run()
 
     def _tear_down(self) -> None:
@@ -472,6 +471,11 @@ class EnginePool(BasePool):  # type: ignore[misc]
             "duplicates": self._table.duplicates,
             "database-healthy": self._db.healthy,
         }
+
+
+def _is_cold() -> bool:
+    """Whether Celery shuts down without waiting for anything."""
+    return state.should_terminate not in (None, False)
 
 
 def _on_accepted(job_id: str, stored: Future[None]) -> None:

@@ -52,6 +52,8 @@ def test_stopping_a_worker_with_short_and_long_jobs(
     long = [fleet.submit(f"long-{n}", max_tokens=3000) for n in range(8)]
     wait_until(lambda: running(fleet) == 12, PATIENCE_S, "all to be claimed")
     how(worker)
+    if how is soft:
+        fleet.tell("ping")  # it still answers
     worker.wait(40)
     states = fleet.states()
     ended = [job_id for job_id in short if states[job_id] is JobState.SUCCEEDED]
