@@ -7,10 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import Engine
 
-from models_db.api_batches import add_api_batch, beat_feeding, open_api_batches, take_feeding
-from models_db.batches import create_batch, set_batch_state
+from models_db.api_batches import (
+    add_api_batch,
+    beat_feeding,
+    ended_at,
+    open_api_batches,
+    set_output,
+    take_feeding,
+)
+from models_db.batches import create_batch, finish_batch_if_done, set_batch_state
+from models_db.jobs import insert_jobs, request_cancel, retry_failed
 from models_db.session import transaction
-from models_db.tables import BatchState
+from models_db.tables import BatchState, JobState
+from tests.db.helpers import new_job
 
 
 @pytest.fixture
@@ -60,3 +69,28 @@ def test_a_batch_whose_files_are_being_written_is_passed_over(batch: Engine) -> 
     with batch.begin() as conn:
         (record,) = open_api_batches(conn)
     assert (record.feeder, record.feeder_beat) == ("one", 2)
+
+
+def test_what_runs_again_waits_for_the_files_and_then_has_none(batch: Engine) -> None:
+    with batch.begin() as conn:
+        insert_jobs(conn, [new_job("j", batch_id="b", position=0, custom_id="q")])
+        set_batch_state(conn, "b", BatchState.IN_PROGRESS, total=1)
+        assert ended_at(conn, "b", lock=True) is None
+        request_cancel(conn, ["j"])
+        assert finish_batch_if_done(conn, "b") is BatchState.COMPLETED
+
+    def retry() -> list[str]:
+        return transaction(batch, lambda conn: retry_failed(conn, batch_id="b", states=[JobState.CANCELLED]))
+
+    with ThreadPoolExecutor(1) as beside:
+        with batch.begin() as writing:
+            assert ended_at(writing, "b", lock=True) is not None
+            again = beside.submit(retry)
+            assert beat_feeding(writing, "b", "one")
+            files = {"output_file_id": "file-1", "error_file_id": "file-2", "answered": 0, "unanswered": 1}
+            assert set_output(writing, "b", "one", **files)
+        assert again.result(60) == ["j"]
+    with batch.begin() as conn:
+        (record,) = open_api_batches(conn)
+        assert (record.output_file_id, record.error_file_id, record.answered) == (None, None, None)
+        assert ended_at(conn, "b") is None
