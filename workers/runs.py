@@ -7,10 +7,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Protocol, TypeVar
 
 from celery.utils.log import get_logger
-from sqlalchemy import Connection
 
 from backend.api import (
     Backend,
@@ -21,7 +19,7 @@ from backend.api import (
     QueueFullError,
     RequestError,
 )
-from models_db.claims import WAITED_TOO_LONG, ClaimItem, ClaimOutcome, FinishItem, ReleaseItem
+from models_db.claims import WAITED_TOO_LONG, ClaimOutcome, FinishItem, ReleaseItem
 from models_db.errors import WriterStoppedError
 from models_db.faults import summary
 from models_db.suspects import ClaimedSuspect
@@ -31,38 +29,18 @@ from workers.endings import Endings, Post
 from workers.intake import Delivery, Limit, Run, stored_result
 from workers.refused_ends import END_REFUSED, RefusedEnds
 from workers.revokes import Revokes, end_before_start
+from workers.sinks import Store, StreamSink
 from workers.spool import OutageBook
 from workers.stored import read_stored
 from workers.streams import StreamEnd
 from workers.tasks import JobExpiredError, Outcome
 
 logger = get_logger(__name__)
-T = TypeVar("T")
+
+__all__ = ["AT_SHUTDOWN", "Runs", "Store", "StreamSink"]
 
 AT_SHUTDOWN = "handed back at shutdown"
 _QUEUE_FULL_RETRY_S = 0.5
-
-
-class Store(Protocol):
-    """The part of ``models_db.writer.DatabaseThread`` that deliveries need."""
-
-    def claim(self, item: ClaimItem) -> Future[ClaimOutcome]: ...
-
-    def finish(self, item: FinishItem) -> Future[bool]: ...
-
-    def release(self, item: ReleaseItem) -> Future[bool]: ...
-
-    def call(self, work: Callable[[Connection], T]) -> Future[T]: ...
-
-
-class StreamSink(Protocol):
-    """The part of ``workers.stream_writer.StreamWriter`` that runs need."""
-
-    def begin(self, job_id: str, attempt: int, handle: GenerationHandle) -> None: ...
-
-    def end(self, job_id: str, attempt: int, end: StreamEnd) -> None: ...
-
-    def forget(self, job_id: str, attempt: int) -> None: ...
 
 
 class Runs:
