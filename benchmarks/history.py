@@ -55,6 +55,7 @@ TABLES = (
     "batch",
     "job_class",
     "worker",
+    "dead_letter",
 )
 
 # Eight classes of jobs on two models; each worker has a new incarnation every 30 days.
@@ -75,6 +76,21 @@ SELECT lpad(w::text, 4, '0') || '-0000-7000-8000-' || lpad(i::text, 15, '0'), 'g
        CASE WHEN i = 0 THEN NULL ELSE TIMESTAMPTZ '{end}' - i * INTERVAL '30 days' END, '{{"block_size": 16}}'
 FROM generate_series(1, {workers}) AS w, generate_series(0, 12) AS i
 """
+# Some have died lately, and some messages could not be read.
+DEATHS = """
+INSERT INTO worker (id, name, host, pid, version, backend, device, model, dtype, slots, state, heartbeat, started_at,
+                    heartbeat_at, stopped_at, config)
+SELECT {worker}, 'gpu-' || w, 'node-' || w / 8, 1, '0.1.0', 'async', 'cuda:' || w % 8, 'large', 'bfloat16', 32,
+       'dead', 1, TIMESTAMPTZ '{end}' - INTERVAL '3 days', TIMESTAMPTZ '{end}' - w * INTERVAL '1 hour',
+       TIMESTAMPTZ '{end}' - w * INTERVAL '1 hour', '{{"block_size": 16}}'
+FROM generate_series(4, {workers}, 4) AS w
+"""
+LETTERS = """
+INSERT INTO dead_letter (id, queue, received_at, worker_id, reason, message)
+SELECT lpad(to_hex(n), 8, '0') || '-0000-7000-8000-000000000001', 'tokenmill.large',
+       TIMESTAMPTZ '{end}' - n * INTERVAL '7 minutes', {worker}, 'it is no JSON', repeat('message ', 35)
+FROM (SELECT n, 1 + n % {workers} AS w FROM generate_series(1, 5000) AS n) AS numbers
+"""
 OF_WORKER = "lpad(w::text, 4, '0') || '-0000-7000-8000-' || lpad({incarnation}::text, 15, '0')"
 SAMPLES = """
 INSERT INTO engine_sample (worker_id, sampled_at, interval_s, running, waiting, prompt_tokens, cached_tokens,
@@ -90,7 +106,7 @@ THROUGHPUT = """
 INSERT INTO throughput_{span} (started_at, worker_id, {dates} samples, max_running, max_waiting, sampled_s, active_s,
                                working_s, prepare_s, running_s, waiting_s, kv_used_s, prompt_tokens, cached_tokens,
                                generated_tokens, steps, requests_finished, requests_failed, preemptions)
-SELECT t, {worker}, {values} {n} * 12, 24, 12, {n} * 60, {n} * 58, {n} * 60, {n} * 0.6, {n} * 60 * (16 + w % 8),
+SELECT t, {worker}, {values} {n} * 12, 24, 12, {n} * 60, {n} * {busy}, {n} * 60, {n} * 0.6, {n} * 60 * (16 + w % 8),
        {n} * 60 * (EXTRACT(DAY FROM t)::int % 12), {n} * 30, {n} * 11400, {n} * 3600, {n} * (53000 + w * 40),
        {n} * 3840, {n} * 24, 0, {n} / 30
 FROM generate_series(TIMESTAMPTZ '{start}', TIMESTAMPTZ '{stop}' - INTERVAL '1 {span}', INTERVAL '1 {span}') AS t,
@@ -112,12 +128,14 @@ FROM generate_series(TIMESTAMPTZ '{start}', TIMESTAMPTZ '{stop}' - INTERVAL '1 {
      generate_series(1, 8) AS k, unnest(ARRAY['first_token', 'latency', 'queue']) AS m,
      unnest((ARRAY[100, 120, 150, 180, 220, 270, 330, 390, 470, 560, 680, 820, 1000, 1200, 1500])[1:{buckets}]) AS u
 """
+# Seconds a minute that a device was busy: some hour of each worker it stood idle, though jobs waited.
+BUSY = "CASE WHEN (EXTRACT(EPOCH FROM t)::bigint / 3600 + 7 * w) % 197 = 0 THEN 9 ELSE 58 END"
 # Jobs come evenly; four in ten belong to one of ten batches a day. Attempts and results are made with them.
 JOBS = """
 WITH made AS (
 INSERT INTO job (id, batch_id, position, custom_id, tenant, model, queue, priority, state, attempt, owner,
-                 cancel_requested, created_at, published_at, started_at, finished_at, error_type, params, prompt,
-                 message)
+                 cancel_requested, created_at, published_at, started_at, finished_at, error_type, deaths, params,
+                 prompt, message)
 SELECT id, batch_id, CASE WHEN batch_id IS NULL THEN NULL ELSE n END,
        CASE WHEN batch_id IS NULL THEN NULL ELSE 'line-' || n END,
        (ARRAY['web', 'search', 'reports', 'mail'])[1 + (k - 1) / 2],
@@ -127,7 +145,8 @@ SELECT id, batch_id, CASE WHEN batch_id IS NULL THEN NULL ELSE n END,
        CASE WHEN state = 'running' THEN {worker} END, FALSE, at, at,
        CASE WHEN state <> 'queued' THEN at + INTERVAL '2 seconds' END,
        CASE WHEN state NOT IN ('queued', 'running') THEN at + (5 + n % 20) * INTERVAL '0.5 s' END,
-       CASE WHEN state = 'failed' THEN 'context_exceeded' END, '{{"max_tokens": 1500}}',
+       CASE WHEN state = 'failed' THEN 'context_exceeded' END,
+       CASE WHEN state <> 'queued' AND n % 400 = 0 THEN 1 ELSE 0 END, '{{"max_tokens": 1500}}',
        ('{{"prompt": "' || repeat('what is ', 25) || n || '"}}')::json,
        ('{{"body": "' || repeat('message ', 35) || n || '"}}')::json
 FROM (SELECT n, 1 + n % 8 AS k, 1 + n % {workers} AS w,
@@ -222,7 +241,10 @@ def fill(engine: Engine, scale: float) -> None:
 
     with _without_indexes(engine, run), ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         run("unlogged", *(f"ALTER TABLE {table} SET UNLOGGED" for table in TABLES))
-        run("classes, fleet", CLASSES, FLEET.format(**common))
+        dead_worker = OF_WORKER.format(incarnation="99")
+        deaths = DEATHS.format(**common, worker=dead_worker)
+        letters = LETTERS.format(**common, worker=now_worker)
+        run("classes, fleet", CLASSES, FLEET.format(**common), deaths, letters)
         run("batch", BATCHES.format(start=start, last=days * 10 - 1, total=4 * jobs // (days * 100)))
         run("mark", f"INSERT INTO rollup_mark (name, rolled_until) VALUES ('rollups', TIMESTAMPTZ '{END}')")
         tasks: list[tuple[str, str]] = []
@@ -237,6 +259,7 @@ def fill(engine: Engine, scale: float) -> None:
                 "dates": "day, night," if span == "hour" else "",
                 "values": dates if span == "hour" else "",
                 "worker": then_worker,
+                "busy": BUSY,
                 "buckets": 15 if span == "hour" else 6,
             }
             tasks.extend((f"{name}_{span}", sql.format(**values)) for name, sql in templates.items())
