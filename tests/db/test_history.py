@@ -144,6 +144,7 @@ def test_late_samples_set_the_mark_back(fleet: Engine) -> None:
     transaction(fleet, partial(add_samples, samples=[late]))
     with fleet.connect() as conn:
         assert rolled_until(conn) == floor_hour(at(0))
+        assert look(conn, 6.0, now=at(305)).rolled_until == floor_hour(at(0))
     catch_up(fleet, at(310))
     assert total(fleet, ThroughputHour.generated_tokens) == 184
 
@@ -215,6 +216,10 @@ def test_what_was_closed_is_never_computed_again(fleet: Engine) -> None:
         conn.execute(update(RollupMark).values(rolled_until=floor_hour(at(0))))
         conn.execute(EngineSample.__table__.delete())
     catch_up(fleet, at(7200))
+    assert total(fleet, ThroughputHour.generated_tokens) == 84
+    much_too_late = new_sample("w", sampled_at=at(7), generated_tokens=100)
+    transaction(fleet, partial(add_samples, samples=[much_too_late]))
+    catch_up(fleet, at(7300))
     assert total(fleet, ThroughputHour.generated_tokens) == 84
     with fleet.connect() as conn, pytest.raises(ValueError, match="beginning of an hour"):
         close_before(conn, at(1))

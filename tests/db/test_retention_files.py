@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 from sqlalchemy import Engine, event, func, select, update
+from typer.testing import CliRunner
 
 from models_db import files, retention_files
 from models_db.api_batches import add_api_batch
@@ -28,6 +29,7 @@ from models_db.session import transaction
 from models_db.tables import Batch, BatchState, Job
 from tests.db.callback_world import CALLBACK
 from tests.db.helpers import at, new_job
+from workers.cli import app
 
 HOUR = 3600
 NOW = at(10 * HOUR)
@@ -153,6 +155,27 @@ def test_files_may_have_an_age_of_their_own(served: Engine) -> None:
     assert left(served) == of("untold") | {"running-in", "unwritten-in"}
     with served.connect() as conn:
         assert conn.scalar(select(ApiBatch.output_file_id).where(ApiBatch.batch_id == "recent"))
+
+
+def test_the_command_takes_the_age_of_files(served: Engine, migrated_url: str) -> None:
+    words = [
+        "db",
+        "prune",
+        "--older-than",
+        "5200w",
+        "--files-older-than",
+        "1h",
+        "--database-url",
+        migrated_url,
+    ]
+    for more, verb in ((["--dry-run"], "would delete"), ([], "deleted")):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith(f"{verb} 0 jobs, ")
+        assert ", 0 batches, 0 api batches, 9 files, " in done.stdout
+    assert left(served) == of("untold") | {"running-in", "unwritten-in"}
+    refused = CliRunner().invoke(app, [*words[:4], "--files-older-than", "soon"])
+    assert "--files-older-than: is no age" in refused.output
 
 
 def rows_of(path: Path, table: str) -> list[dict[str, Any]]:
