@@ -54,11 +54,12 @@ from workers.spool import Spool, default_folder
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper
 from workers.tasks import GenerateTask
-from workers.watchdog import Watchdog
+from workers.watchdog import Watchdog, stop_backend
 
 logger = get_logger(__name__)
 
 _LAST_COMMITS_S = 10.0  # after the grace: for releases and commits that are on their way
+_BACKEND_STOP_S = 30.0  # once nothing runs in it any more
 _HUB_TIMERS_S = 0.25
 
 
@@ -89,12 +90,13 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._paused = False
         self._streams: StreamWriter | None = None
         self._watchdog: Watchdog | None = None
+        self._stuck = False
         self._planner: Planner | None = None
 
     @property
     def hung(self) -> bool:
         """Whether the engine's thread hangs, so that the process can only be ended by force."""
-        return self._watchdog is not None and self._watchdog.stalled
+        return self._stuck or (self._watchdog is not None and self._watchdog.stalled)
 
     @property
     def settings(self) -> Settings:
@@ -429,8 +431,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._sweeper.stop()
         if self._threads is not None:
             self._threads.stop(timeout_s=1.0)
-        if self._backend is not None and not self.hung:
-            self._backend.shutdown(drain=False, timeout_s=0.0)
+        if self._backend is not None and not self.hung and not stop_backend(self._backend, _BACKEND_STOP_S):
+            logger.critical("The engine does not stop, as if a step hangs; the process ends without it")
+            self._stuck = True
         if self._upkeep is not None:
             self._upkeep.stop(timeout_s=2.0)
         if self._incarnation is not None:

@@ -13,6 +13,7 @@ from functools import partial
 from celery.utils.log import get_logger
 
 from models_db.claims import ReleaseItem
+from models_db.faults import summary
 from workers.actor import Actor
 from workers.runs import Store
 
@@ -59,7 +60,7 @@ class Strays:
         self._releasing.discard(stray)
         job_id, attempt = stray
         if error := future.exception():
-            logger.error("Job %s runs nowhere and is not released yet: %r", job_id, error)
+            logger.error("Job %s runs nowhere and is not released yet: %s", job_id, summary(error))
         elif future.result():
             logger.error("Attempt %d of job %s ran nowhere; the job is queued again", attempt, job_id)
             self._announce([job_id])

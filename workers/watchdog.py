@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
-from backend.api import BackendStats, EngineDeadError
+from backend.api import Backend, BackendStats, EngineDeadError
 from workers.exits import EXIT_ENGINE_DEAD
 
 _PERIOD_S = 1.0
@@ -100,6 +101,26 @@ class Watchdog:
                 # Whatever else waits for the thread that hangs, the process ends.
                 time.sleep(_LAST_WORDS_S)
                 leave_at_once(EXIT_ENGINE_DEAD)
+
+
+def stop_backend(backend: Backend, limit_s: float) -> bool:
+    """Shut the backend down; false if that takes longer, as where its thread hangs: the process must then be ended by
+    force."""
+    stopped: Future[None] = Future()
+
+    def stop() -> None:
+        try:
+            backend.shutdown(drain=False, timeout_s=0.0)
+            stopped.set_result(None)
+        except BaseException as error:
+            stopped.set_exception(error)
+
+    threading.Thread(target=stop, name="backend-stop", daemon=True).start()
+    wait([stopped], limit_s)
+    if not stopped.done():
+        return False
+    stopped.result()
+    return True
 
 
 def leave_at_once(code: int) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from backend.api import BackendStats
-from workers.watchdog import StallWatch
+import threading
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from backend.api import Backend, BackendStats
+from workers.watchdog import StallWatch, stop_backend
 
 WORK = BackendStats(running=1, steps=7)
 
@@ -35,3 +41,29 @@ def test_a_process_that_stood_still_gets_its_full_time_again() -> None:
     assert not watch.look(WORK, 0)
     assert not watch.look(WORK, 60)
     assert [watch.look(WORK, now) for now in range(61, 71)] == [False] * 9 + [True]
+
+
+class _Backend:
+    """Only what a shutdown needs."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end = end
+
+    def shutdown(self, *, drain: bool, timeout_s: float | None = None) -> None:
+        assert not drain
+        self._end()
+
+
+def test_a_backend_that_does_not_stop_is_left() -> None:
+    hanging = threading.Event()
+    assert not stop_backend(cast(Backend, _Backend(hanging.wait)), 0.05)
+    hanging.set()
+    assert stop_backend(cast(Backend, _Backend(hanging.wait)), 30)
+
+
+def test_what_goes_wrong_in_a_shutdown_is_raised() -> None:
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        stop_backend(cast(Backend, _Backend(fail)), 30)
