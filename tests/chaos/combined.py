@@ -39,15 +39,19 @@ def run_combined(
     jobs: int | None = None,
     database: Kind = "postgresql",
     kinds: Iterable[str] = FAULTS,
+    real: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Make the plan of ``seed``, carry it out on a new world, and judge. SQLite has no server that could fail."""
+    """Make the plan of ``seed``, carry it out on a new world, and judge. SQLite has no server that could fail.
+
+    ``real`` puts the asynchronous engine with a tiny model in the place of the echo.
+    """
     kinds = [kind for kind in kinds if database != "sqlite" or not kind.startswith("database")]
     plan = make_plan(seed, seconds, jobs or int(JOBS_A_MINUTE * seconds / 60), kinds)
-    engine = {"echo_tokens_per_s": TOKENS_PER_S, "max_num_seqs": 32}
+    engine = {"echo_tokens_per_s": TOKENS_PER_S, "max_num_seqs": 8 if real else 32}
     options: dict[str, Any] = {
         "engine": engine,
-        "backend": "tests.chaos.backends:aborts",
+        "backend": "tests.chaos.backends:paced_engine" if real else "tests.chaos.backends:aborts",
         "shutdown_grace_s": GRACE_S,
         "restart_backoff_max_s": 2.0,  # for a worker that is killed every few seconds on purpose
     }
@@ -59,7 +63,7 @@ def run_combined(
             say(f"NOT TESTED: A FULL DISK: {exc}")
         spool = folder / "spool" if disk is None else disk.folder / "spool"
         made = stack.enter_context(
-            world(folder, database, persistent=True, spool_dir=str(spool), **options),
+            world(folder, database, persistent=True, real=real, spool_dir=str(spool), **options),
         )
         made.workers(2, supervised=True)
         return Run(made, plan, say, disk).carry_out()

@@ -23,7 +23,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.seats import Seat
 from tests.chaos.services import drop_clients
 from tests.chaos.sweepers import Elected, sweeping
-from tests.chaos.world import MODEL, World
+from tests.chaos.world import World
 from tests.messages import build_message
 from tests.servers import Server
 from workers.payload import GeneratePayload
@@ -187,7 +187,7 @@ class Faults:
             self._world.push_message(self._message(rng) | {"body": body})
 
     def newer(self, step: Step, rng: random.Random) -> None:
-        body = json.dumps([[{"version": 2, "model": MODEL, "novelty": True}], {}, {}])
+        body = json.dumps([[{"version": 2, "model": self._world.model, "novelty": True}], {}, {}])
         self.for_later += 1
         self._world.push_message(self._message(rng) | {"body": base64.b64encode(body.encode()).decode()})
 
@@ -220,12 +220,13 @@ class Faults:
         pid = seat.signal(signal.SIGSTOP)
         if pid is None:
             raise NotDoneError("no worker was there at that moment")
-        self._world.harmed.add(pid)
+        (harm,) = self._world.harm(pid)
         try:
             yield
         finally:
             if seat.pid() == pid:
                 seat.signal(signal.SIGCONT)
+                harm.ended = time.time()
 
     def _replace(self, seat: Seat, *, cold: bool = False) -> None:
         if not seat.replace(cold=cold):
@@ -250,7 +251,7 @@ class Faults:
             self._world.expected[job_id].states |= CANCELLABLE
 
     def _message(self, rng: random.Random) -> dict[str, Any]:
-        payload = GeneratePayload.parse({"model": MODEL, "prompt": "unread", "max_tokens": 2})
+        payload = GeneratePayload.parse({"model": self._world.model, "prompt": "unread", "max_tokens": 2})
         return build_message(str(uuid.UUID(int=rng.getrandbits(128))), payload)
 
 

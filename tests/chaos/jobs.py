@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +49,3 @@ def request(rng: random.Random, number: int, *, longest: int) -> dict[str, Any]:
         tokens = rng.randint(longest // 2, longest)
     words = [f"job{number}", *(f"w{rng.randrange(1000)}" for _ in range(rng.randint(1, 12)))]
     return {"prompt": " ".join(words), "max_tokens": tokens, "priority": rng.choice((0, 3, 3, 6, 6, 6))}
-
-
-def expected(fields: Mapping[str, Any]) -> Expected:
-    """What must come of a request to the echo."""
-    return Expected(echo(fields["prompt"], fields["max_tokens"]))

@@ -74,6 +74,15 @@ class Seat:
             return None
         return self.worker_pid(self.current)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the process that works is stopped, by SIGSTOP or so."""
+        try:
+            stat = Path(f"/proc/{self.pid()}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def worker_pid(self, process: WorkerProcess) -> int | None:
         """The worker behind this process, which may be its supervisor."""
         pid = process.process.pid

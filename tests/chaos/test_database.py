@@ -107,7 +107,7 @@ def test_one_worker_is_cut_off_from_the_database_while_the_others_live(
         world.wait_running(jobs)
         pid = lonely.pid()
         assert pid is not None
-        world.harmed.add(pid)
+        world.harm(pid)
         with world.fault("one worker without a database"):
             own.refuse() if how == "refused" else own.freeze()
             more = world.submit_words(24, 20)
@@ -127,8 +127,9 @@ def test_one_worker_is_cut_off_from_the_database_while_the_others_live(
 
 
 @pytest.mark.chaos_long
-def test_results_wait_in_memory_when_the_disk_of_the_spool_is_full(make_world: MakeWorld) -> None:
-    world = make_world(engine=PACED)
+@pytest.mark.parametrize("kind", SERVERS)
+def test_results_wait_in_memory_when_the_disk_of_the_spool_is_full(make_world: MakeWorld, kind: Kind) -> None:
+    world = make_world(kind, engine=PACED)
     with contextlib.ExitStack() as stack:
         try:
             disk = stack.enter_context(small_disk(world.folder / "full"))

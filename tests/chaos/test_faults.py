@@ -16,6 +16,7 @@ from tests.chaos import faults as faults_module
 from tests.chaos.combined import Run
 from tests.chaos.disks import SmallDisk
 from tests.chaos.faults import Faults
+from tests.chaos.judge import Harm
 from tests.chaos.plan import FAULTS, NotDoneError, Plan, Step
 from tests.chaos.recovery import Timeline
 from tests.chaos.verdict import Tally, Verdict
@@ -32,7 +33,7 @@ class Nothing:
         seat = SimpleNamespace(pid=lambda: None, signal=lambda number: None, replace=lambda *_, **__: False)
         self.seats = [seat]
         self.expected: dict[str, Any] = {}
-        self.harmed: set[int] = set()
+        self.harm = lambda *pids: [Harm(pid, 0.0) for pid in pids]
         self.timeline = Timeline()
         client = SimpleNamespace(rpop=lambda queue: None)
         self.redis = SimpleNamespace(
@@ -45,7 +46,7 @@ class Nothing:
         self.server = SimpleNamespace(
             process=None, stop=lambda: self.done.append("stopped"), start=self._start
         )
-        self.engine, self.queue = object(), "q"
+        self.engine, self.queue, self.model = object(), "q", "echo"
         self.fault = lambda kind: World.fault(self, kind)  # type: ignore[arg-type]
         self.states: Callable[[], dict[str, Any]] = dict
         self.finish: Callable[..., Verdict] = lambda *_, **__: Verdict()

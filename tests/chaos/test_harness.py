@@ -18,14 +18,16 @@ from sqlalchemy import insert, text, update
 
 from models_db.base import utcnow
 from models_db.claims import ClaimItem, claim
-from models_db.deaths import bury
+from models_db.deaths import KILLED_ITS_WORKER, bury
 from models_db.migrate import upgrade
 from models_db.session import make_engine
 from models_db.tables import Job, JobState
 from tests.chaos import witness
+from tests.chaos import world as world_module
 from tests.chaos.backends import POISON
 from tests.chaos.clocks import NoClockShiftError, shifted
 from tests.chaos.jobs import CANCELLABLE, FAILS, Expected, echo
+from tests.chaos.judge import Harm, victims
 from tests.chaos.plan import FAULTS, make_plan
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Fault, Kill, Timeline
@@ -266,26 +268,96 @@ def test_only_being_all_that_a_killed_worker_ran_explains_the_blame() -> None:
     assert killed_alone(attempts, harmed) == {"alone": 2}
 
 
+def test_a_death_is_our_doing_only_while_what_we_did_lasts() -> None:
+    changes = [
+        Change(0, 10.0, "worker", "victim", None, "starting", "victim"),
+        Change(0, 20.0, "worker", "victim", "online", "dead", "victim"),
+        Change(0, 30.0, "worker", "heir", None, "starting", "heir"),  # of the number of the victim's process
+        Change(0, 40.0, "worker", "heir", "online", "dead", "heir"),
+        Change(0, 10.0, "worker", "unburied", None, "starting", "unburied"),
+    ]
+    pids = {"victim": 7, "heir": 7, "unburied": 8}
+    assert victims(pids, changes, []) == set()
+    assert victims(pids, changes, [Harm(7, 15.0)]) == {"victim"}
+    assert victims(pids, changes, [Harm(7, 25.0)]) == set(), "one was dead before, the other came later"
+    assert victims(pids, changes, [Harm(7, 12.0, 19.0)]) == {"victim"}, "frozen, and missed"
+    assert victims(pids, changes, [Harm(7, 31.0, 32.0), Harm(7, 33.0, 39.0)]) == {"heir"}
+    assert victims(pids, changes, [Harm(7, 1.0, 4.0), Harm(7, 31.0, 32.0 - 5.0)]) == set(), "it got over that"
+    assert victims(pids, changes, [Harm(8, 11.0)]) == {"unburied"}
+    assert victims(pids, changes, [Harm(8, 11.0, 12.0)]) == set()
+
+
 @pytest.mark.parametrize(
-    ("prompt", "times_alone", "verdict"),
-    [("fine words", 2, "blamed"), ("fine words", 1, "wrong"), (POISON, 0, "fine")],
+    ("prompt", "kills", "company", "verdict"),
+    [
+        ("fine words", 2, False, "blamed"),
+        ("fine words", 1, False, "wrong"),
+        ("fine words", 0, False, "wrong"),
+        (POISON, 0, False, "fine"),
+        ("unexpected", 2, False, "wrong"),
+        ("fine words", 2, True, "wrong"),
+    ],
 )
 def test_an_innocent_that_is_blamed_fails_the_run_unless_we_made_it_look_guilty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, times_alone: int, verdict: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, kills: int, company: bool, verdict: str
 ) -> None:
+    """With ``company`` the database has blamed a job that was not alone: no such thing may pass as our doing."""
     monkeypatch.delenv(FIGURES_VARIABLE, raising=False)  # what is wrong here is no finding
     with world(tmp_path, "sqlite") as made:
         states = FAILS if prompt == POISON else None
-        (job_id,) = made.submit([{"prompt": prompt, "max_tokens": 3}], states=states)
+        job_id, other = made.submit([{"prompt": prompt, "max_tokens": 3}] * 2, states=states)
         made.redis.client.flushdb()
         for number in range(2):
             add_workers(made.engine, f"w{number}", pid=number, model="echo")
+            if number < kills:
+                made.harms.append(
+                    Harm(number, made.read(lambda conn: witness.changes(conn, "worker")[-1].at))
+                )
             with made.engine.begin() as conn:
                 (job,) = made.client.new_jobs([Submission(GeneratePayload(model="echo", prompt="x"))])
                 claim(conn, [ClaimItem(replace(job, id=job_id))], f"w{number}")
+                if company:
+                    claim(conn, [ClaimItem(replace(job, id=other))], f"w{number}")
+                    conn.execute(update(Job).where(Job.id == job_id).values(solo_deaths=number))
                 bury(conn, f"w{number}")
-        made.harmed = set(range(times_alone))
+        with made.engine.begin() as conn:
+            if company:
+                conn.execute(
+                    update(Job)
+                    .where(Job.id == job_id)
+                    .values(state=JobState.FAILED, error_type=KILLED_ITS_WORKER, finished_at=utcnow())
+                )
+            done = {"state": JobState.CANCELLED, "finished_at": utcnow()}
+            conn.execute(update(Job).where(Job.id == other).values(done))
+        made.expected[other].states = CANCELLABLE
+        if prompt == "unexpected":
+            del made.expected[job_id]
         found = made.finish(stop=False)
     assert found.ok is (verdict != "wrong"), found.complaints()
     assert set(found.blamed) == ({job_id} if verdict == "blamed" else set())
     assert set(found.wrong) == ({job_id} if verdict == "wrong" else set())
+    if verdict != "fine":
+        with pytest.raises(AssertionError, match="blamed"):
+            found.assert_ok()
+    assert found.assert_ok(may_blame=True) if verdict == "blamed" else True
+
+
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [
+        pytest.param("leaky_engine", "blocks used", id="a block is leaked"),
+        pytest.param("lying_engine", "said", id="an answer is wrong"),
+    ],
+)
+@pytest.mark.chaos_long
+def test_what_a_real_engine_does_wrong_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, complaint: str
+) -> None:
+    monkeypatch.delenv(FIGURES_VARIABLE, raising=False)
+    monkeypatch.setattr(world_module, "IDLE_S", 5.0)
+    with world(tmp_path, "sqlite", real=True, backend=f"tests.chaos.backends:{backend}") as made:
+        made.workers(1)
+        made.submit_words(2, 20)
+        found = made.finish()
+    assert not found.ok
+    assert complaint in "\n".join(found.complaints())

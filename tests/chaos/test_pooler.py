@@ -47,7 +47,7 @@ def test_a_worker_that_freezes_behind_a_pooler_holds_nobody_up(make_world: MakeW
         frozen = world.busy_seat()
         pid = frozen.signal(signal.SIGSTOP)
         assert pid is not None
-        world.harmed.add(pid)
+        world.harm(pid)
         world.wait_some(JobState.SUCCEEDED, len(jobs), 60)
         frozen.kill()
         world.finish().assert_ok()

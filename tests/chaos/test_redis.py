@@ -25,8 +25,9 @@ PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 
 @pytest.mark.chaos_long
 @pytest.mark.parametrize("keep", [True, False], ids=["with its file", "without its file"])
-def test_redis_is_killed_and_comes_back(make_world: MakeWorld, keep: bool) -> None:
-    world = make_world(engine=PACED, persistent=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_redis_is_killed_and_comes_back(make_world: MakeWorld, kind: Kind, keep: bool) -> None:
+    world = make_world(kind, engine=PACED, persistent=True)
     world.workers(2)
     world.submit_words(100, 20)
     world.wait_some(JobState.SUCCEEDED)
@@ -43,8 +44,9 @@ def test_redis_is_killed_and_comes_back(make_world: MakeWorld, keep: bool) -> No
 
 
 @pytest.mark.chaos_long
-def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld) -> None:
-    world = make_world(engine=PACED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld, kind: Kind) -> None:
+    world = make_world(kind, engine=PACED)
     world.workers(2)
     world.submit_words(60, 40)
     world.wait_some(JobState.RUNNING, 8)

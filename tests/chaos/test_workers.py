@@ -5,36 +5,61 @@ from __future__ import annotations
 import time
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
 from models_db.deaths import ALONE_DEATHS, SOLO_LIMIT
-from models_db.tables import Job, JobState
+from models_db.tables import Attempt, AttemptOutcome, Job, JobState
 from tests.chaos.backends import POISON
 from tests.chaos.clocks import NoClockShiftError, shifted
 from tests.chaos.conftest import MakeWorld
 from tests.chaos.jobs import ENDED_WELL, FAILS, Expected
+from tests.chaos.test_kills import SERVERS
 from tests.fleet.fleet import wait_until
+from tests.servers import Kind
 
-pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+
+def died_with(conn: Connection, job_id: str) -> list[set[str]]:
+    """The jobs that were in flight on each worker that died with this one, itself included, in order."""
+    lost = select(Attempt.worker_id, Attempt.job_id).where(Attempt.outcome == AttemptOutcome.LOST)
+    workers = [
+        row.worker_id for row in conn.execute(lost.where(Attempt.job_id == job_id).order_by(Attempt.number))
+    ]
+    return [
+        {row.job_id for row in conn.execute(lost.where(Attempt.worker_id == worker))} for worker in workers
+    ]
 
 
 @pytest.mark.chaos_long
-def test_a_prompt_that_aborts_the_process_costs_255_innocents_nothing(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("kind", [*SERVERS, "sqlite"])
+def test_a_prompt_that_aborts_the_process_costs_255_innocents_nothing(
+    make_world: MakeWorld, kind: Kind
+) -> None:
     engine = {"echo_tokens_per_s": 100, "max_num_seqs": 256, "max_num_batched_tokens": 512}
-    world = make_world(engine=engine, backend="tests.chaos.backends:aborts")
-    world.workers(2, supervised=True)
+    world = make_world(
+        kind, engine=engine, backend="tests.chaos.backends:aborts_in_company", restart_backoff_max_s=1.0
+    )
+    seat = world.seat(supervised=True, start=False)  # one, so that it takes them all
     innocents = world.submit_words(128, 200)
-    (poison,) = world.submit([{"prompt": POISON, "max_tokens": 10}], states=FAILS)
+    (poison,) = world.submit([{"prompt": POISON, "max_tokens": 10**4}], states=FAILS)
     innocents += world.submit_words(127, 200)
+    seat.start()
     verdict = world.finish(120).assert_ok()
     states = world.states()
+    assert [job_id for job_id, state in states.items() if state is not JobState.SUCCEEDED] == [poison]
     assert states[poison] is JobState.FAILED
-    assert {states[job_id] for job_id in innocents} == {JobState.SUCCEEDED}
-    assert verdict.attempts["lost"] >= 2
+    first, second, *others = world.read(lambda conn: died_with(conn, poison))
+    assert first == {*innocents, poison}, "all of them were in flight when it struck first"
+    assert len(second) > 1, "nobody is suspected after one death"
+    assert [len(company) for company in others[-SOLO_LIMIT:]] == [1] * SOLO_LIMIT, "it was alone in the end"
     assert len(world.attempts(poison)) <= ALONE_DEATHS + SOLO_LIMIT, "it was soon found out"
+    assert all(world.attempts(job_id)[-1] == "succeeded" for job_id in innocents[:3])
+    assert verdict.attempts["succeeded"] == len(innocents)
 
 
 @pytest.mark.chaos_long
+@pytest.mark.postgres
 def test_wall_clocks_an_hour_ahead_and_behind(make_world: MakeWorld) -> None:
     # Times that are fair on a right clock, and up at once (or an hour too late) on a wrong one.
     world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 8}, max_queue_age_s=1800)
@@ -70,8 +95,9 @@ def test_wall_clocks_an_hour_ahead_and_behind(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.chaos_long
-def test_warm_shutdowns_under_load_one_after_the_other(make_world: MakeWorld) -> None:
-    world = make_world(engine={"echo_tokens_per_s": 20, "max_num_seqs": 8}, shutdown_grace_s=5)
+@pytest.mark.parametrize("kind", [*SERVERS, "sqlite"])
+def test_warm_shutdowns_under_load_one_after_the_other(make_world: MakeWorld, kind: Kind) -> None:
+    world = make_world(kind, engine={"echo_tokens_per_s": 20, "max_num_seqs": 8}, shutdown_grace_s=5)
     seats = world.workers(2, supervised=True)
     world.submit_words(150, 20)
     world.submit_words(6, 20 * 20)  # longer than the grace: they are handed back

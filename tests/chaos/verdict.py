@@ -15,6 +15,7 @@ from tests.chaos.recovery import Recovery
 
 _DUPLICATE = re.compile(r"was taken over; attempt \d+ does not count")
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\)", re.MULTILINE)
+_ENGINE_DIED = "the engine has died"
 _SHOWN = 5
 
 
@@ -81,12 +82,18 @@ class Verdict:
     def note_log(self, worker: str, log: str) -> None:
         """Take from a worker's log what only it knows."""
         self.duplicates += len(_DUPLICATE.findall(log))
+        if _ENGINE_DIED in log:  # as one does that holds blocks when it stops
+            self.busy.append(f"{worker}: {_ENGINE_DIED}, see its log")
         if count := len(_TRACEBACK.findall(log)):
             self.tracebacks[worker] = count
 
-    def assert_ok(self) -> Self:
-        """Raise an AssertionError that shows what is wrong."""
+    def assert_ok(self, *, may_blame: bool = False) -> Self:
+        """Raise an AssertionError that shows what is wrong.
+
+        ``may_blame``: faults come at random, so that an innocent may be alone with two workers that we killed.
+        """
         assert self.ok, "\n".join(self.complaints())
+        assert may_blame or not self.blamed, f"blamed though innocent: {self.blamed}"
         return self
 
     def complaints(self) -> list[str]:

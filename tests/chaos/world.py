@@ -20,20 +20,21 @@ from sqlalchemy import ColumnElement, Connection, Engine, func, make_url, select
 from sqlalchemy.exc import DBAPIError
 
 from models_db import jobs as job_rows
-from models_db.deaths import KILLED_ITS_WORKER, SOLO_LIMIT
 from models_db.errors import DatabaseError
 from models_db.migrate import upgrade
 from models_db.session import make_engine, reading
 from models_db.tables import Attempt, EngineSample, Job, JobState, Result, Worker, WorkerState
 from tests.chaos import witness
 from tests.chaos.backends import POISON
-from tests.chaos.jobs import Expected, expected
+from tests.chaos.jobs import ENDED_WELL, Expected, echo
+from tests.chaos.judge import Harm, judge
 from tests.chaos.plan import NotDoneError
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Fault, Kill, Timeline
 from tests.chaos.seats import Seat
 from tests.chaos.services import ChaosRedis, database
-from tests.chaos.verdict import Verdict, killed_alone, write_figures
+from tests.chaos.tiny import TINY, Tiny, tiny_model
+from tests.chaos.verdict import Verdict, write_figures
 from tests.fleet.fleet import wait_until
 from tests.messages import publish
 from tests.servers import Kind, Server
@@ -46,6 +47,7 @@ from workers.settings import load_settings
 T = TypeVar("T")
 MODEL = "echo"
 POLL_S = 0.2
+IDLE_S = 30.0  # that workers get to have nothing left
 FIGURES_VARIABLE = "CHAOS_FIGURES"  # a file that gathers the numbers of many tests
 _LEASE_SETTINGS = {"heartbeat_interval_s", "dead_after_s", "visibility_timeout_s", "lease_interval_s"}
 
@@ -68,10 +70,10 @@ class World:
     queue: str
     seats: list[Seat] = field(default_factory=list)
     expected: dict[str, Expected] = field(default_factory=dict)
-    harmed: set[int] = field(
-        default_factory=set
-    )  # processes that were killed, or frozen until they counted as dead
+    harms: list[Harm] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
+    verdict: Verdict | None = None  # the last one
+    tiny: Tiny | None = None  # the model, where a real engine runs one
     _keys: Iterator[int] = field(default_factory=itertools.count)
 
     # ------------------------------------------------------------------------------------------------ workers
@@ -106,7 +108,7 @@ class World:
     def kill(self, *seats: Seat) -> Kill:
         """SIGKILL these workers at once, and note what they held."""
         pids = [pid for seat in seats if (pid := seat.pid()) is not None]
-        self.harmed.update(pids)
+        self.harm(*pids)
         with contextlib.suppress(DatabaseError, DBAPIError):
             held, incarnations = self._held(pids)
             at = time.time()
@@ -117,6 +119,12 @@ class World:
         for seat in seats:
             seat.kill()
         return self.timeline.killed(Kill(at, frozenset(), frozenset()))
+
+    def harm(self, *pids: int) -> list[Harm]:
+        """Note that what these processes run now dies with them, through us, unless the harm is said to have ended."""
+        harms = [Harm(pid, time.time()) for pid in pids]
+        self.harms += harms
+        return harms
 
     def _held(self, pids: Sequence[int]) -> tuple[list[str], list[str]]:
         with reading(self.engine) as conn:
@@ -144,18 +152,30 @@ class World:
         self, requests: Sequence[Mapping[str, Any]], *, states: frozenset[str] | None = None
     ) -> list[str]:
         """Accept these jobs as a client does, however often the database has to be asked; their ids."""
-        payloads = [GeneratePayload.parse({"model": self.model} | dict(request)) for request in requests]
+        requests = [self._defaults | dict(request) for request in requests]
+        payloads = [GeneratePayload.parse(request) for request in requests]
+        answers = self._answers(requests)
         # A key each: a commit whose answer was lost must not become a second job.
         submissions = [
             Submission(payload, idempotency_key=f"{os.getpid()}-{next(self._keys)}") for payload in payloads
         ]
         handles = self.persist(lambda: self.client.submit_payloads(submissions))
-        for handle, fields in zip(handles, requests, strict=True):
-            wanted = expected(fields) if self.model == MODEL else Expected(None)
-            wanted.states = states or wanted.states
-            wanted.kills = POISON in fields["prompt"]
-            self.expected[handle.id] = wanted
+        for handle, fields, answer in zip(handles, requests, answers, strict=True):
+            kills = POISON in fields["prompt"]
+            self.expected[handle.id] = Expected(answer, states or ENDED_WELL, kills)
         return [handle.id for handle in handles]
+
+    @property
+    def _defaults(self) -> dict[str, Any]:
+        return {"model": self.model} | ({} if self.tiny is None else self.tiny.request)
+
+    def _answers(self, requests: Sequence[Mapping[str, Any]]) -> list[str] | list[None]:
+        """What an undisturbed backend says to them, where that is known."""
+        if self.tiny is not None:
+            return self.tiny.answers(requests)
+        if self.model == MODEL:
+            return [echo(request["prompt"], request["max_tokens"]) for request in requests]
+        return [None] * len(requests)
 
     def submit_words(self, count: int, tokens: int, **fields: Any) -> list[str]:
         """Jobs of one length, each with words of its own."""
@@ -290,69 +310,13 @@ class World:
             for seat in self.seats:
                 verdict.exit_codes += seat.stop()
         verdict.unacked = self.redis.unacked() + max(0, self.redis.queued(self.queue) - left_in_queue)
-        self.read(lambda conn: self._judge(conn, verdict))
+        self.read(lambda conn: judge(conn, verdict, self.expected, self.harms, self.timeline))
         for seat in self.seats:
             verdict.note_log(seat.name, seat.log)
         if self.settings.keys() & _LEASE_SETTINGS:
             verdict.recoveries = []  # not what production would take
-        if path := os.environ.get(FIGURES_VARIABLE):
-            write_figures(Path(path), verdict.figures())
+        self.verdict = verdict
         return verdict
-
-    def _judge(self, conn: Connection, verdict: Verdict) -> None:
-        rows = {
-            row.id: row for row in conn.execute(select(Job.id, Job.state, Job.error_type, Job.error_message))
-        }
-        texts = {row.job_id: row.text for row in conn.execute(select(Result.job_id, Result.text))}
-        outcomes: dict[str, list[str]] = {}
-        for job_id, outcome in conn.execute(select(Attempt.job_id, Attempt.outcome).order_by(Attempt.number)):
-            outcomes.setdefault(job_id, []).append(str(outcome or "open"))
-        runs = select(Attempt.job_id, Attempt.worker_id, Attempt.outcome, Worker.pid).join(
-            Worker, Worker.id == Attempt.worker_id
-        )
-        found = conn.execute(runs).all()
-        alone = killed_alone(
-            ((run.job_id, run.worker_id, str(run.outcome or "open")) for run in found),
-            {run.worker_id for run in found if run.pid in self.harmed},
-        )
-        verdict.jobs = len(rows.keys() | self.expected.keys())
-        for job_id in self.expected.keys() - rows.keys():
-            verdict.lost[job_id] = "has no row"
-        for job_id, row in rows.items():
-            if not JobState(row.state).terminal:
-                verdict.lost[job_id] = f"is {row.state} after the attempts {outcomes.get(job_id, [])}"
-            elif row.error_type == KILLED_ITS_WORKER and not self._kills(job_id):
-                ends = outcomes.get(job_id, [])
-                if alone[job_id] >= SOLO_LIMIT:
-                    verdict.blamed[job_id] = (
-                        f"{alone[job_id]} times alone with a worker that we killed, of {ends}"
-                    )
-                else:
-                    verdict.wrong[job_id] = f"is blamed for deaths that were not its fault, after {ends}"
-            elif complaint := self._complaint(job_id, row, texts.get(job_id)):
-                verdict.wrong[job_id] = f"{complaint}, after the attempts {outcomes.get(job_id, [])}"
-        job_changes = witness.changes(conn, "job")
-        verdict.double = witness.twice_ended(job_changes, witness.changes(conn, "result"))
-        ended = {change.id for change in job_changes if change.after in witness.TERMINAL}
-        if unseen := {job_id for job_id, row in rows.items() if JobState(row.state).terminal} - ended:
-            verdict.wrong |= dict.fromkeys(unseen, "ended without the witness")
-        for job_id, ends in outcomes.items():
-            if ends.count("succeeded") > 1 or "open" in ends:
-                verdict.wrong.setdefault(job_id, f"has the attempts {ends}")
-            for end in ends:
-                verdict.attempts[end] = verdict.attempts.get(end, 0) + 1
-        verdict.recoveries = self.timeline.recoveries(job_changes, witness.changes(conn, "worker"))
-
-    def _kills(self, job_id: str) -> bool:
-        wanted = self.expected.get(job_id)
-        return wanted is not None and wanted.kills
-
-    def _complaint(self, job_id: str, row: Any, text: str | None) -> str | None:
-        wanted = self.expected.get(job_id)
-        if wanted is None:
-            return f"was never submitted ({row.state}: {row.error_type})"
-        found = wanted.complaint(str(row.state), text)
-        return found and f"{found} ({row.error_type}: {row.error_message})"
 
     def _wait_ended(self, stall_s: float) -> None:
         """Wait until every job has ended, or until none has for ``stall_s``; the verdict says which have not."""
@@ -377,11 +341,30 @@ class World:
             wait_until(lambda: self.persist(drained), 30, "everything acknowledged")
 
     def _wait_idle(self, verdict: Verdict) -> None:
-        """Wait until each worker that is online says that it runs nothing and that all blocks are free."""
+        """Wait until each worker that is online says that it runs nothing and that all blocks are free.
+
+        What it said before the last job had ended does not count: a real engine has used blocks since.
+        """
+        count = select(func.count()).select_from(EngineSample)
+        online = select(Worker.id).where(Worker.state == WorkerState.ONLINE)
+
+        def samples(conn: Connection) -> dict[str, int]:
+            return {
+                worker: conn.scalar(count.where(EngineSample.worker_id == worker)) or 0
+                for worker in conn.scalars(online).all()
+            }
+
+        real = self.tiny is not None or self.settings["backend"] == "async"
+        before = self.read(samples) if real else {}
+
+        def silent(conn: Connection) -> list[str]:
+            """Those who have not said anything since; two samples, as one may have been on its way."""
+            now = samples(conn)
+            return [worker for worker, number in before.items() if now.get(worker, number + 2) < number + 2]
 
         def busy(conn: Connection) -> list[str]:
-            found = []
-            for worker in conn.scalars(select(Worker.id).where(Worker.state == WorkerState.ONLINE)):
+            found = [f"{worker}: says nothing more" for worker in silent(conn)]
+            for worker in conn.scalars(online).all():
                 columns = (EngineSample.running, EngineSample.waiting, EngineSample.kv_used_fraction)
                 query = select(*columns).where(EngineSample.worker_id == worker)
                 last = conn.execute(query.order_by(EngineSample.sampled_at.desc()).limit(1)).one_or_none()
@@ -390,11 +373,13 @@ class World:
             return found
 
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self.read(busy), 30, "idle workers")
+            wait_until(lambda: not self.read(busy), IDLE_S, "idle workers")
         verdict.busy = self.read(busy)
 
     def close(self) -> None:
         """Kill what is left."""
+        if self.verdict is not None and (path := os.environ.get(FIGURES_VARIABLE)):
+            write_figures(Path(path), self.verdict.figures())
         for seat in self.seats:
             seat.destroy()
             (self.folder / f"{seat.name}.log").write_text(seat.log)
@@ -422,9 +407,12 @@ class _Nobody:
 
 @contextlib.contextmanager
 def world(
-    folder: Path, kind: Kind = "postgresql", *, persistent: bool = False, **settings: Any
+    folder: Path, kind: Kind = "postgresql", *, persistent: bool = False, real: bool = False, **settings: Any
 ) -> Iterator[World]:
-    """A world of its own; workers reach Redis and the database through proxies, the harness reaches them directly."""
+    """A world of its own; workers reach Redis and the database through proxies, the harness reaches them directly.
+
+    ``real`` has the asynchronous engine run a tiny model in place of the echo, at the same pace.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     logging.getLogger("workers.client.sync").setLevel(logging.ERROR)  # says each time that Redis is away
     server_redis = ChaosRedis(folder, persistent=persistent)
@@ -445,6 +433,9 @@ def world(
             database_proxy = Proxy(server_at)
             through = target.set(host="127.0.0.1", port=database_proxy.port, query={})
             workers_url = through.render_as_string(hide_password=False)
+        tiny = stack.enter_context(tiny_model(folder / TINY)) if real else None
+        if tiny is not None:
+            settings = tiny.settings(settings)
         theirs = {
             "broker_url": f"redis://127.0.0.1:{redis_proxy.port}/0",
             "database_url": workers_url,
@@ -467,6 +458,7 @@ def world(
             database_proxy=database_proxy,
             model=ours.model,
             queue=queue_for(ours.model),
+            tiny=tiny,
         )
         stack.callback(made.close)
         yield made
