@@ -46,8 +46,15 @@ def test_one_job_delivered_many_times_runs_once(make_world: MakeWorld, kind: Kin
 
 
 @pytest.mark.chaos_long
-@pytest.mark.parametrize("terminate", [False, True], ids=["revoke", "revoke and terminate"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "terminate"),
+    [
+        pytest.param("postgresql", False, id="revoke", marks=pytest.mark.postgres),
+        pytest.param("postgresql", True, id="revoke and terminate, postgresql", marks=pytest.mark.postgres),
+        pytest.param("mariadb", True, id="revoke and terminate, mariadb", marks=pytest.mark.mysql),
+        pytest.param("sqlite", True, id="revoke and terminate, sqlite"),
+    ],
+)
 def test_revoked_in_each_state(make_world: MakeWorld, kind: Kind, terminate: bool) -> None:
     world = make_world(kind, engine={"echo_tokens_per_s": 20, "max_num_seqs": 2}, prefetch_headroom=2)
     (seat,) = world.workers(1)

@@ -24,8 +24,15 @@ PACED = {"echo_tokens_per_s": 20, "max_num_seqs": 8}
 
 
 @pytest.mark.chaos_long
-@pytest.mark.parametrize("keep", [True, False], ids=["with its file", "without its file"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    [
+        pytest.param("postgresql", True, id="with its file", marks=pytest.mark.postgres),
+        pytest.param("postgresql", False, id="without its file, postgresql", marks=pytest.mark.postgres),
+        pytest.param("mariadb", False, id="without its file, mariadb", marks=pytest.mark.mysql),
+        pytest.param("sqlite", False, id="without its file, sqlite"),
+    ],
+)
 def test_redis_is_killed_and_comes_back(make_world: MakeWorld, kind: Kind, keep: bool) -> None:
     world = make_world(kind, engine=PACED, persistent=True)
     world.workers(2)
@@ -44,7 +51,7 @@ def test_redis_is_killed_and_comes_back(make_world: MakeWorld, kind: Kind, keep:
 
 
 @pytest.mark.chaos_long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("postgresql", marks=pytest.mark.postgres), "sqlite"])
 def test_connections_are_cut_twenty_times_in_a_row(make_world: MakeWorld, kind: Kind) -> None:
     world = make_world(kind, engine=PACED)
     world.workers(2)
