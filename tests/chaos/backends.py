@@ -18,7 +18,7 @@ from models_db.writer import DatabaseThread
 
 POISON = "poison-that-aborts"
 HOLD_VARIABLE = "CHAOS_HOLD"  # a file, see ``waits_before_a_commit``
-_GATHERS_S = 0.7
+_GATHERS_S = 3.0
 
 
 def _poisonous(request: GenerationRequest) -> bool:
@@ -36,16 +36,11 @@ def aborts(config: EngineConfig) -> EchoBackend:
 
 
 def aborts_in_company(config: EngineConfig) -> EchoBackend:
-    """The same, but not before every slot is taken, or no more prompts have come for a while."""
-    count, since = 0, 0.0
+    """The same, after some seconds in which no job ends and the worker goes on to claim all that it can."""
 
     def before_step(requests: Sequence[GenerationRequest]) -> None:
-        nonlocal count, since
-        if len(requests) != count:
-            count, since = len(requests), time.monotonic()
-        if any(map(_poisonous, requests)) and (
-            count == config.max_num_seqs or time.monotonic() - since > _GATHERS_S
-        ):
+        if any(map(_poisonous, requests)):
+            time.sleep(_GATHERS_S)
             os.abort()
 
     return EchoBackend(config, before_step=before_step)
