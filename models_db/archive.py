@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date, datetime
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, select
+from sqlalchemy import ColumnElement, Connection, Engine, Select, select
 
 from models_db.base import Base
 from models_db.errors import InvalidValueError
@@ -119,7 +119,7 @@ class LineArchive:
 
     def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
         """See ``Archive``."""
-        for row in conn.execute(select(table.__table__).where(condition)).mappings():
+        for row in conn.execute(in_order(table, condition)).mappings():
             line = {"table": table.__tablename__} | dict(row)
             self._lines.append(json.dumps(line, ensure_ascii=True, default=_plain).encode() + b"\n")
 
@@ -140,6 +140,11 @@ class LineArchive:
         """An archive of nothing can be unpacked as well."""
         if self._compressed and not self._end:
             self._file.write(gzip.compress(b""))
+
+
+def in_order(table: type[Base], condition: ColumnElement[bool]) -> Select[Any]:
+    """The rows of a piece, in the order of their key: databases give them in any, and pieces of a file have one."""
+    return select(table.__table__).where(condition).order_by(*table.__table__.primary_key)
 
 
 def _keep_nothing(conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:

@@ -17,9 +17,9 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Boolean, ColumnElement, Connection, Date, Float, Integer, LargeBinary, select
+from sqlalchemy import Boolean, ColumnElement, Connection, Date, Float, Integer, LargeBinary
 
-from models_db.archive import PARQUET
+from models_db.archive import PARQUET, in_order
 from models_db.base import Base, JSONType, UTCDateTime
 from models_db.errors import InvalidValueError
 
@@ -74,7 +74,7 @@ class ParquetArchive:
         import pyarrow as pa
 
         columns = list(table.__table__.columns)
-        rows = conn.execute(select(table.__table__).where(condition)).all()
+        rows = conn.execute(in_order(table, condition)).all()
         if not rows:
             return
         values = zip(*rows, strict=True)

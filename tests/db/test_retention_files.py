@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
-from sqlalchemy import Engine, event, func, select, update
+from sqlalchemy import Engine, event, func, select, true, update
 from typer.testing import CliRunner
 
 from models_db import files, retention_files
 from models_db.api_batches import add_api_batch
+from models_db.archive import in_order
 from models_db.batches import create_batch, set_batch_state
 from models_db.callbacks import insert_batch_callback
 from models_db.door_tables import ApiBatch, FileChunk, StoredFile
@@ -200,6 +201,11 @@ def test_the_archive_has_files_and_batches_whole(served: Engine, tmp_path: Path,
     batches = {row["batch_id"]: row for row in rows_of(tmp_path / name, "api_batch")}
     assert batches.keys() == {"old", "failed"}
     assert (batches["old"]["input_file_id"], batches["old"]["output_file_id"]) == ("old-in", "old-out")
+
+
+def test_rows_are_archived_in_the_order_of_their_key() -> None:
+    """Databases give them in any, now and then in another than usual."""
+    assert str(in_order(FileChunk, true())).endswith("ORDER BY file_chunk.file_id, file_chunk.number")
 
 
 def test_a_file_that_is_half_gone_is_gone_for_everybody_and_goes_wholly_with_the_next_run(
