@@ -97,9 +97,11 @@ class Run:
             thread.join()
         if self._failures:
             raise self._failures[0]
-        for job_id in self._unknown():  # a worker may store what it could not read, as failed
+        for job_id in (
+            self._unknown() - self._faults.for_later
+        ):  # a worker may store what it could not read, as failed
             self._world.expected[job_id] = Expected(None, FAILS | CANCELLABLE)
-        verdict = self._world.finish(STALL_S, left_in_queue=self._faults.for_later)
+        verdict = self._world.finish(STALL_S, for_later=self._faults.for_later)
         verdict.tally = self._tally
         return verdict
 

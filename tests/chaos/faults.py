@@ -42,7 +42,7 @@ class Faults:
     def __init__(self, world: World, disk: SmallDisk | None = None) -> None:
         self._world = world
         self._disk = disk
-        self.for_later = 0  # messages of a later version, which nobody here may take
+        self.for_later: set[str] = set()  # jobs of a later version, which nobody here may run
 
     def do(self, step: Step) -> None:
         """Do it and undo it.
@@ -188,8 +188,9 @@ class Faults:
 
     def newer(self, step: Step, rng: random.Random) -> None:
         body = json.dumps([[{"version": 2, "model": self._world.model, "novelty": True}], {}, {}])
-        self.for_later += 1
-        self._world.push_message(self._message(rng) | {"body": base64.b64encode(body.encode()).decode()})
+        message = self._message(rng) | {"body": base64.b64encode(body.encode()).decode()}
+        self.for_later.add(message["headers"]["id"])
+        self._world.push_message(message)
 
     def lost_messages(self, step: Step, rng: random.Random) -> None:
         """Some messages vanish from the queue, as an eviction or an operator's mistake would have it."""

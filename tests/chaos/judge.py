@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,13 @@ def judge(
     expected: Mapping[str, Expected],
     harms: Sequence[Harm],
     timeline: Timeline,
+    for_later: Collection[str] = (),
 ) -> None:
-    """Compare every job with what is expected of it, and complete the verdict."""
+    """Compare every job with what is expected of it, and complete the verdict.
+
+    ``for_later`` are jobs that only a newer version can run: one that was in the hand of a worker whose Redis took no
+    note of it has got a row, and waits there.
+    """
     rows = {row.id: row for row in conn.execute(select(Job.id, Job.state, Job.error_type, Job.error_message))}
     texts = {row.job_id: row.text for row in conn.execute(select(Result.job_id, Result.text))}
     outcomes: dict[str, list[str]] = {}
@@ -80,6 +85,8 @@ def judge(
     for job_id, row in rows.items():
         ends = outcomes.get(job_id, [])
         wanted = expected.get(job_id)
+        if job_id in for_later and row.state == JobState.QUEUED:
+            continue
         if not JobState(row.state).terminal:
             verdict.lost[job_id] = f"is {row.state} after the attempts {ends}"
         elif row.error_type == KILLED_ITS_WORKER and not (wanted and wanted.kills):

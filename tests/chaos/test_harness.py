@@ -342,6 +342,19 @@ def test_an_innocent_that_is_blamed_fails_the_run_unless_we_made_it_look_guilty(
     assert found.assert_ok(may_blame=True) if verdict == "blamed" else True
 
 
+@pytest.mark.parametrize(("for_later", "lost"), [(True, False), (False, True)])
+def test_a_job_that_stays_queued_is_lost_unless_only_a_newer_version_can_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_later: bool, lost: bool
+) -> None:
+    monkeypatch.delenv(FIGURES_VARIABLE, raising=False)
+    with world(tmp_path, "sqlite") as made:
+        (job_id,) = made.submit([{"prompt": "fine words", "max_tokens": 3}])
+        made.redis.client.flushdb()
+        found = made.finish(0.1, for_later=[job_id] if for_later else [], stop=False)
+    assert set(found.lost) == ({job_id} if lost else set())
+    assert found.ok is not lost
+
+
 @pytest.mark.parametrize(
     ("backend", "complaint"),
     [

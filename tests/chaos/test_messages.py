@@ -178,5 +178,5 @@ def test_a_newer_payload_waits_for_a_newer_worker(make_world: MakeWorld) -> None
     seat.current.wait_for("goes back to its queue")
     world.submit_words(20, 5)
     world.wait_some(JobState.SUCCEEDED, 20)
-    world.finish(left_in_queue=1).assert_ok()
+    world.finish(for_later=[newer["headers"]["id"]]).assert_ok()
     assert world.redis.queued(world.queue) == 1

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -296,21 +296,22 @@ class World:
 
     # ------------------------------------------------------------------------------------------------ verdict
 
-    def finish(self, stall_s: float = 60, *, left_in_queue: int = 0, stop: bool = True) -> Verdict:
+    def finish(self, stall_s: float = 60, *, for_later: Collection[str] = (), stop: bool = True) -> Verdict:
         """Wait for every job to end and for Redis to be empty, stop the workers warmly, then judge.
 
         No job ending for ``stall_s`` means that the others are lost.
-        ``left_in_queue`` is how many messages may stay, such as those for a newer version.
+        ``for_later`` are jobs that only a newer version can run: their messages may stay in the queue, and those that
+        have got a row stay queued.
         """
         verdict = Verdict()
-        self._wait_ended(stall_s)
-        self._wait_drained(left_in_queue)
+        self._wait_ended(stall_s, for_later)
+        self._wait_drained(len(for_later))
         self._wait_idle(verdict)
         if stop:
             for seat in self.seats:
                 verdict.exit_codes += seat.stop()
-        verdict.unacked = self.redis.unacked() + max(0, self.redis.queued(self.queue) - left_in_queue)
-        self.read(lambda conn: judge(conn, verdict, self.expected, self.harms, self.timeline))
+        verdict.unacked = self.redis.unacked() + max(0, self.redis.queued(self.queue) - len(for_later))
+        self.read(lambda conn: judge(conn, verdict, self.expected, self.harms, self.timeline, for_later))
         for seat in self.seats:
             verdict.note_log(seat.name, seat.log)
         if self.settings.keys() & _LEASE_SETTINGS:
@@ -318,13 +319,13 @@ class World:
         self.verdict = verdict
         return verdict
 
-    def _wait_ended(self, stall_s: float) -> None:
+    def _wait_ended(self, stall_s: float, for_later: Collection[str]) -> None:
         """Wait until every job has ended, or until none has for ``stall_s``; the verdict says which have not."""
         ended = -1
         give_up = 0.0
         while True:
             states = self.states()
-            now = sum(state.terminal for state in states.values())
+            now = sum(state.terminal or job_id in for_later for job_id, state in states.items())
             if now == len(states) and self.expected.keys() <= states.keys():
                 return
             if now > ended:
@@ -389,7 +390,7 @@ class World:
         self.client.close()
         self.engine.dispose()
         for thing in gc.get_objects():  # a result that outlives this Redis would try to reach it
-            if isinstance(thing, AsyncResult) and thing.app is self.app:
+            if issubclass(type(thing), AsyncResult) and thing.app is self.app:
                 thing.backend = None
         self.app.close()
         pools.reset()
