@@ -40,7 +40,7 @@ def record(measured: Measured, work: Work) -> str:
     stats = measured.engine.stats
     prompts = stats().prompt_tokens + sum(prompt for prompt, _ in work.requests)
     handles = measured.submit(work)
-    while stats().prompt_tokens < prompts:
+    while stats().prompt_tokens < prompts and not handles[0].done():
         time.sleep(0.001)
     time.sleep(_SETTLE_S)  # the last prompt's step, and those under way
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
