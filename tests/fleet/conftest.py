@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from sqlalchemy import Engine
 
+from models_db.session import make_engine
 from tests.fleet.fleet import Fleet, RedisServer
-from tests.servers import Kind, Server, ServerUnavailableError, fresh_database, server, skip_or_fail
+from tests.fleet.table_world import World
+from tests.servers import (
+    Kind,
+    Server,
+    ServerUnavailableError,
+    fresh_database,
+    migrate,
+    server,
+    skip_or_fail,
+)
 
 MARKS = {"sqlite": (), "postgresql": (pytest.mark.postgres,), "mariadb": (pytest.mark.mysql,)}
 KINDS = [pytest.param(kind, id=kind, marks=MARKS[kind]) for kind in get_args(Kind)]
@@ -78,3 +89,19 @@ def make_fleet(redis_server: RedisServer, tmp_path: Path) -> Iterator[MakeFleet]
     yield make
     for fleet in made:
         fleet.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """A migrated SQLite database, for delivery tables without processes."""
+    url = f"sqlite:///{tmp_path / 'table.db'}"
+    migrate(url)
+    engine = make_engine(url)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def world(engine: Engine) -> World:
+    """Delivery tables of one database, see ``table_world``."""
+    return World(engine)

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from sqlalchemy import Engine
 
-from models_db.session import make_engine
 from models_db.tables import AttemptOutcome, JobState
 from tests.fleet.table_world import TestWorker, World
-from tests.servers import migrate
 
 DEAD_AFTER_S = 6.0  # as by default; a look each second
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'table.db'}"
-    migrate(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def world(engine: Engine) -> World:
-    return World(engine)
 
 
 def live(world: World, seconds: float) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,8 @@ from hypothesis import strategies as st
 
 from backend.api import MAX_DEADLINE_S, RequestError, TokenmillError
 from models_db.records import NewJob
-from models_db.session import make_engine
 from models_db.tables import JobState
 from tests.fleet.table_world import World
-from tests.servers import migrate
 from tests.unit.test_worker_parts import Message, request_of
 from workers.intake import Delivery, read_delivery
 from workers.payload import GeneratePayload
@@ -218,15 +214,6 @@ def test_ten_years_are_the_most() -> None:
     assert GeneratePayload.parse(GOOD | {"deadline_s": MAX_DEADLINE_S}).deadline_s == MAX_DEADLINE_S
     with pytest.raises(RequestError, match=r"deadline_s: must be .*315360000 \(got 1e\+300\)"):
         GeneratePayload.parse(GOOD | {"deadline_s": 1e300})
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    url = f"sqlite:///{tmp_path / 'table.db'}"
-    migrate(url)
-    engine = make_engine(url)
-    yield World(engine)
-    engine.dispose()
 
 
 def test_a_job_whose_payload_breaks_the_reader_fails_and_the_worker_goes_on(

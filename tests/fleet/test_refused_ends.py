@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, select, text
+from sqlalchemy import Engine, select
 
 from models_db.claims import ClaimItem, claim
 from models_db.deaths import ALONE_DEATHS, bury
@@ -18,8 +18,8 @@ from models_db.tables import Attempt, AttemptOutcome, FleetLock, Job, JobState
 from models_db.writer import DatabaseThread
 from tests.db.helpers import add_jobs, add_workers, new_job
 from tests.fleet.fleet import wait_until
+from tests.fleet.rows import accept, refusing
 from tests.fleet.table_world import TestWorker, World, answer
-from tests.fleet.test_suspects import accept
 from tests.servers import migrate
 from workers.spool import OutageBook, Spool
 
@@ -33,42 +33,6 @@ def engine(any_database_url: str) -> Iterator[Engine]:
     engine = make_engine(any_database_url)
     yield engine
     engine.dispose()
-
-
-@contextmanager
-def refusing(engine: Engine, condition: str, table: str = "job", when: str = "UPDATE") -> Iterator[None]:
-    """A trigger that raises where this is so of the new row."""
-    match engine.dialect.name:
-        case "sqlite":
-            make = [
-                f"CREATE TRIGGER no_end BEFORE {when} ON {table} WHEN {condition} "
-                "BEGIN SELECT RAISE(ABORT, 'not this one'); END"
-            ]
-            drop = ["DROP TRIGGER no_end"]
-        case "postgresql":
-            make = [
-                "CREATE FUNCTION no_end() RETURNS trigger LANGUAGE plpgsql AS "
-                f"$$ BEGIN IF {condition} THEN RAISE EXCEPTION 'not this one'; END IF; RETURN NEW; END $$",
-                f"CREATE TRIGGER no_end BEFORE {when} ON {table} FOR EACH ROW EXECUTE FUNCTION no_end()",
-            ]
-            drop = [f"DROP TRIGGER no_end ON {table}", "DROP FUNCTION no_end()"]
-        case _:
-            make = [
-                f"CREATE TRIGGER no_end BEFORE {when} ON {table} FOR EACH ROW IF {condition} THEN "
-                "SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'not this one'; END IF"
-            ]
-            drop = ["DROP TRIGGER no_end"]
-
-    def run(statements: list[str]) -> None:
-        for statement in statements:
-            with engine.begin() as conn:
-                conn.execute(text(statement))
-
-    run(make)
-    try:
-        yield
-    finally:
-        run(drop)
 
 
 ANY_END = f"NEW.id = '{BAD}' AND NEW.state NOT IN ('queued', 'running')"

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from sqlalchemy import Engine, select
 
 from models_db.claims import ClaimItem, claim
 from models_db.deaths import ALONE_DEATHS, SUSPECT_DEATHS
 from models_db.errors import WriterStoppedError
-from models_db.session import make_engine
 from models_db.tables import AttemptOutcome, FleetLock, Job, JobState
 from tests.db.helpers import new_job
+from tests.fleet.rows import accept
 from tests.fleet.table_world import TestWorker, World, failing
-from tests.fleet.test_suspects import accept
-from tests.servers import migrate
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'table.db'}"
-    migrate(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
 
 
 def look(worker: TestWorker) -> None:

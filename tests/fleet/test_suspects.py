@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,51 +19,20 @@ from backend.api import EngineDeadError
 from models_db.base import utcnow
 from models_db.claims import WAITED_TOO_LONG
 from models_db.deaths import ALONE_DEATHS, KILLED_ITS_WORKER, SOLO_LIMIT, SUSPECT_DEATHS
-from models_db.jobs import insert_jobs, request_cancel
-from models_db.records import NewJob
-from models_db.session import make_engine
+from models_db.jobs import request_cancel
 from models_db.suspects import untold_ends
 from models_db.tables import AttemptOutcome, FleetLock, Job, JobState, WorkerState
 from models_db.workers import set_worker_state
 from tests.fleet.conftest import MakeFleet
+from tests.fleet.rows import accept
 from tests.fleet.table_world import TestWorker, World
 from tests.messages import build_message
-from tests.servers import migrate
 from workers import control
 from workers.exits import EXIT_TRY_AGAIN
 from workers.payload import GeneratePayload, queue_for
 from workers.revokes import Revokes
 
 MOST_DEATHS = ALONE_DEATHS + SOLO_LIMIT
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'table.db'}"
-    migrate(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
-
-
-def accept(engine: Engine, ids: list[str], **columns: Any) -> None:
-    """Jobs as a client stores them."""
-    payload = GeneratePayload.parse({"model": "echo", "prompt": "some words"})
-    jobs = [
-        NewJob(
-            id=job_id,
-            model="echo",
-            queue=queue_for("echo"),
-            params={},
-            prompt={},
-            message=build_message(job_id, payload),
-        )
-        for job_id in ids
-    ]
-    with engine.begin() as conn:
-        insert_jobs(conn, jobs)
-        if columns:
-            conn.execute(Job.__table__.update().where(Job.id.in_(ids)).values(**columns))  # type: ignore[attr-defined]
 
 
 class Ward(World):

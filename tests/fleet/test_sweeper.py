@@ -25,7 +25,7 @@ from models_db.tables import Job, JobState
 from models_db.transitions import end_jobs
 from models_db.workers import NewWorker, register_worker
 from tests.fleet.fleet import RedisServer
-from tests.fleet.test_refused_ends import refusing
+from tests.fleet.rows import refusing
 from tests.messages import build_message, publish
 from tests.servers import migrate
 from workers.payload import GeneratePayload, queue_for

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,25 +14,14 @@ from sqlalchemy import Engine
 
 from backend.api import RequestError
 from models_db.jobs import retry_failed
-from models_db.migrate import upgrade
-from models_db.session import make_engine
 from models_db.tables import JobState
+from tests.fleet.rows import accept
 from tests.fleet.table_world import Clock, FakeRequest, TestWorker, World
 from tests.fleet.test_round_trips import Later
-from tests.fleet.test_suspects import accept
 from workers.breaker import Breaker
 from workers.endings import Telling
 from workers.finaliser import MOST_TOGETHER, Finaliser
 from workers.intake import Call
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'table.db'}"
-    upgrade(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
 
 
 class SlowTracer:
