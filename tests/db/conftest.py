@@ -102,6 +102,13 @@ def world(db: Engine) -> Engine:
 
 
 @pytest.fixture
+def fleet(db: Engine) -> Engine:
+    """``db`` with two workers."""
+    add_workers(db, "w", "other")
+    return db
+
+
+@pytest.fixture
 def empty_url(running_server: Server | None, tmp_path) -> Iterator[str]:
     """A database without tables, for this test alone."""
     if running_server is None:

@@ -1,4 +1,4 @@
-"""A database that goes away at a chosen moment, above all between a commit and its answer."""
+"""Faults of a database at a chosen moment: above all one that goes away between a commit and its answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from sqlalchemy import event
 
 from models_db.errors import DatabaseUnavailableError
 from models_db.session import _READ_ONLY
+
+
+class PostgresError(Exception):
+    """What psycopg raises: an error with the server's code."""
+
+    def __init__(self, sqlstate):
+        self.sqlstate = sqlstate
 
 
 class Outage:

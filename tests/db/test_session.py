@@ -17,6 +17,7 @@ from models_db.faults import Fault, classify, summary
 from models_db.session import make_engine, reading, redact, session_factory, transaction
 from models_db.tables import Job
 from tests.db.helpers import add_jobs, new_job
+from tests.db.outage import PostgresError
 from tests.servers import free_port
 
 
@@ -209,11 +210,6 @@ class _MariadbError(Exception):
         self.sqlstate = sqlstate
 
 
-class _PostgresError(Exception):
-    def __init__(self, sqlstate):
-        self.sqlstate = sqlstate
-
-
 def _sqlite_error(code):
     error = sqlite3.OperationalError("x")
     error.sqlite_errorcode = code
@@ -222,8 +218,8 @@ def _sqlite_error(code):
 
 _FAULTS = {
     Fault.AWAY: [
-        *map(_PostgresError, ("08000", "08006", "25006", "25P03", "25P04", "53000", "53100", "53300", None)),
-        *map(_PostgresError, ("57000", "57P01", "57P02", "57P03", "57P05", "58030")),
+        *map(PostgresError, ("08000", "08006", "25006", "25P03", "25P04", "53000", "53100", "53300", None)),
+        *map(PostgresError, ("57000", "57P01", "57P02", "57P03", "57P05", "58030")),
         *(Exception(number, "no space, connections or server") for number in (3, 20, 1021, 1026, 1114)),
         *(
             Exception(number, "no connection")
@@ -235,8 +231,8 @@ _FAULTS = {
         *map(_sqlite_error, (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR | 3 << 8, sqlite3.SQLITE_READONLY)),
     ],
     Fault.TRANSIENT: [
-        *map(_PostgresError, ("40001", "40P01", "55P03", "55006", "72000")),
-        *map(_PostgresError, ("57014", "53200", "53400", "26000", "42P05")),
+        *map(PostgresError, ("40001", "40P01", "55P03", "55006", "72000")),
+        *map(PostgresError, ("57014", "53200", "53400", "26000", "42P05")),
         *(Exception(number, "lock or race") for number in (1020, 1205, 1206, 1213, 1412, 1615, 3572)),
         *(Exception(number, "cancelled") for number in (1028, 1317, 1969, 3024)),
         *(Exception(number, "no memory, file or resource") for number in (5, 1030, 1037, 1038, 1041, 1878)),
@@ -246,7 +242,7 @@ _FAULTS = {
         _sqlite_error(sqlite3.SQLITE_NOMEM),
     ],
     Fault.OTHER: [
-        *map(_PostgresError, ("22021", "23502", "23505", "42501", "42P01", "54000", "P0001")),
+        *map(PostgresError, ("22021", "23502", "23505", "42501", "42P01", "54000", "P0001")),
         *(Exception(number, "the row's own fault") for number in (1048, 1062, 1153, 1366, 1406, 1644)),
         _MariadbError(1406, "22001"),
         *map(_sqlite_error, (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_TOOBIG)),

@@ -19,9 +19,9 @@ from models_db.deaths import (
 from models_db.jobs import job_attempts, job_status
 from models_db.suspects import claim_suspects, take_lock
 from models_db.tables import AttemptOutcome, Job, JobState
+from tests.db.database_thread import get, running
 from tests.db.helpers import add_jobs, add_workers, at, attempts, claim_one, job_row
 from tests.db.outage import Outage
-from tests.db.test_writer import get, running
 from workers.sweeper import _burial
 
 QUEUE = "tokenmill.smollm2"
