@@ -34,6 +34,7 @@ class TokenmillApp(Celery):  # type: ignore[misc]
 
     settings: Settings
     task_cls = "workers.tasks:QuietTask"
+    control_cls = "workers.neighbours:NeighbourControl"
 
     @cached_property
     def Worker(self) -> type[Worker]:  # noqa: N802 - Celery's name

@@ -131,11 +131,13 @@ class LeaseChannel(FetchingChannel):
         worker_id: whom dead letters name.
         on_in_hand: called with a message that is only here, until Redis takes it back; must not wait.
         credit: limits of bulk; none when unset.
+        heard: the most that heard a message to all since this was set to 0.
     """
 
     QoS = LeaseQoS
     paused = False
     worker_id = ""
+    heard = 0
     credit: Credit | None = None
     on_in_hand: Callable[[bytes], None] | None = None
     _taken: tuple[bytes, bytes] | None = None
@@ -174,6 +176,8 @@ class LeaseChannel(FetchingChannel):
         answer = parse(connection, command_name, **options)
         if command_name == "BRPOP":
             self._taken = self._unrecorded = answer or None
+        elif command_name == "PUBLISH" and isinstance(answer, int):
+            self.heard = max(self.heard, answer)
         return answer
 
     def on_recorded(self) -> None:
