@@ -337,8 +337,8 @@ class BackendStats:
 class Backend(Protocol):
     """A persistent way to generate. One instance lives as long as its worker process.
 
-    Every method is safe to call from any thread after ``start``. ``tests/engine/test_conformance.py`` states in
-    code what an implementation must hold.
+    Every method is safe to call from any thread after ``start``. ``tests/engine/test_conformance.py`` and the files
+    named after it state in code what an implementation must hold.
     """
 
     @property

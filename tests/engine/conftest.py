@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
+from backend.api import Backend, GenerationHandle, GenerationRequest, Prompt, SamplingParams
 from backend.config import EngineConfig
 from backend.core import EngineCore
 from backend.engine import AsyncEngine
@@ -22,6 +22,9 @@ from backend.loading import LoadedModel, load_model
 from backend.probe import probe_layers
 from backend.runner import Runner
 from backend.slots import Slot
+from tests.engine import backend_kinds
+from tests.engine.backend_kinds import Fault, Kind
+from tests.engine.backend_requests import Start, assert_idle
 from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny_model, save_tiny_tokenizer
 
 NEW_TOKENS = 14
@@ -37,10 +40,12 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_engine_thread_left() -> Iterator[None]:
+def _no_engine_thread_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    # The backend that the tests of one kind of backend share outlives each of them, see ``shared``.
+    before = set(threading.enumerate()) if "kind" in request.fixturenames else set()
     yield
-    left = [t.name for t in threading.enumerate() if t.name in ("tokenmill-engine", "tokenmill-output")]
-    assert not left
+    named = ("tokenmill-engine", "tokenmill-output", "echo-backend", "transformers-backend")
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name in named]
 
 
 @dataclass
@@ -220,3 +225,44 @@ def make_engine(llama: TinyModel) -> Iterator[MakeEngine]:
 def any_model(request: pytest.FixtureRequest, tiny: Callable[[str], TinyModel]) -> TinyModel:
     model: TinyModel = tiny(request.param)
     return model
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that the backends of each kind run."""
+    return backend_kinds.save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=backend_kinds.KINDS, ids=lambda kind: str(kind.name))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(kind: Kind, byte_model: Path) -> Iterator[Backend]:
+    """A backend with four slots that most tests of a module share, as jobs do."""
+    backend = kind.build(kind.config(byte_model), Fault())
+    yield backend
+    backend.shutdown(drain=False)
+
+
+@pytest.fixture
+def backend(shared: Backend) -> Iterator[Backend]:
+    """The shared backend; after the test nothing of its requests may be left in it."""
+    yield shared
+    assert_idle(shared)
+
+
+@pytest.fixture
+def start(kind: Kind, byte_model: Path) -> Iterator[Start]:
+    """Start backends of one's own, which end with the test."""
+    started: list[Backend] = []
+
+    def build(fault: Fault | None = None, **changes: Any) -> Backend:
+        started.append(kind.build(kind.config(byte_model, **changes), fault or Fault()))
+        return started[-1]
+
+    yield build
+    for backend in started:
+        backend.shutdown(drain=False)

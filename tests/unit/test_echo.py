@@ -1,4 +1,4 @@
-"""What is special about the echo backend. What it shares with all others is in test_conformance.py."""
+"""What is special about the echo backend. What it shares with all others is in tests/engine/test_conformance*.py."""
 
 from __future__ import annotations
 
