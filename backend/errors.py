@@ -25,7 +25,7 @@ class RequestError(TokenmillError):
 
     def __init__(self, message: str, *, field: str = "", value: object = None, fix: str = "") -> None:
         self.field = field
-        self.value = "" if value is None else _short(value)
+        self.value = "" if value is None else short_repr(value)
         self.fix = fix
         parts = [f"{field}: {message}" if field else message]
         if value is not None:
@@ -86,7 +86,8 @@ class EngineDeadError(TokenmillError):
     code = "engine_dead"
 
 
-def _short(value: object, limit: int = 80) -> str:
+def short_repr(value: object, limit: int = 80) -> str:
+    """A value for people: what Python writes for it, cut short, or its type where Python can write nothing."""
     try:
         text = repr(value)
     except Exception:  # nested too deeply, or a number with more digits than Python writes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import redis
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 
 from backend.api import ConfigurationError, TokenmillError
 from workers.payload import push, wire
@@ -111,7 +113,27 @@ def async_stream_connection(url: str) -> redis.asyncio.Redis:
         decode_responses=True,
         protocol=2,
     )
+    pool = made.connection_pool  # the URL has decided on the kind: TCP, TLS or a socket's file
+    pool.connection_class = type("Cancellable", (_Cancellable, pool.connection_class), {})
     return made
+
+
+class _Cancellable(AbstractConnection):
+    """A connection that loses no cancellation.
+
+    redis-py writes within ``asyncio.wait_for``, which before Python 3.12 keeps a cancellation to itself when it meets
+    the end of the write. The task would then read on as if nobody had asked it to stop.
+    """
+
+    async def send_packed_command(
+        self, command: bytes | str | Iterable[bytes], check_health: bool = True
+    ) -> None:
+        task = asyncio.current_task()
+        asked = 0 if task is None else task.cancelling()
+        await super().send_packed_command(command, check_health)
+        if task is not None and task.cancelling() > asked:
+            await self.disconnect(nowait=True)  # nobody will read the reply
+            raise asyncio.CancelledError
 
 
 def _plain_url(url: str) -> str:

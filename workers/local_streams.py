@@ -105,7 +105,10 @@ class AsyncLocalStreams:
             if found or block is None or key in self._streams._silent:
                 return found
             with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), block / 1000)
+                async with asyncio.timeout(
+                    block / 1000
+                ):  # wait_for may lose a cancellation before Python 3.12
+                    await news.wait()
         return self._streams.after(key, after, count)
 
     async def aclose(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,9 +20,7 @@ from models_db.session import transaction
 from models_db.tables import JobState
 from tests.fleet.doorway import serving
 from tests.fleet.fleet import PATIENCE_S, Fleet, RedisServer, wait_until
-from workers.client import StreamEvent
 from workers.serve.app import EventStream
-from workers.serve.generation import Generation
 
 MOST_BYTES = 100_000
 JSON = {"content-type": "application/json"}
@@ -81,32 +79,6 @@ def test_a_caller_that_goes_away_at_the_first_token_ends_what_the_stream_reads_f
 
     asyncio.run(run())
     assert ended == ["the source"]
-
-
-def test_a_reader_that_loses_its_cancellation_is_cancelled_again() -> None:
-    """As Redis's client does while it connects; it would keep the jobs of a caller that has gone from their end."""
-    reading = asyncio.Event()
-
-    class Deaf:
-        id = "job"
-
-        async def stream(self, timeout_s: float) -> AsyncGenerator[StreamEvent, None]:
-            reading.set()
-            with suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            await asyncio.Event().wait()
-            yield StreamEvent("1-0", "text")
-
-    async def run() -> None:
-        generation = Generation(None, [Deaf()], 600.0, cancels=False)  # type: ignore[arg-type, list-item]
-        events = generation.events()
-        waiting = asyncio.ensure_future(anext(events))
-        await reading.wait()
-        waiting.cancel()
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.wait({waiting})
-
-    asyncio.run(run())
 
 
 def test_an_upload_that_does_not_say_its_length_is_bounded_while_it_comes(url: str, fleet: Fleet) -> None:

@@ -15,6 +15,7 @@ import redis.asyncio
 from models_db.jobs import JobStatus, StoredResult
 from models_db.tables import JobState
 from workers.broker import Broker, async_stream_connection
+from workers.client.arguments import checked_size
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
 from workers.client.streaming import check_last_id, read_stream_async
 from workers.client.sync import Client
@@ -56,7 +57,11 @@ class AsyncJobHandle:
 class AsyncClient:
     """``Client`` for asyncio: the same methods, each call in a small pool of threads of its own.
 
-    Waiting costs no thread: between two looks at SQL the coroutine sleeps. Takes ``Client``'s arguments.
+    Waiting costs no thread: between two looks at SQL the coroutine sleeps. Takes ``Client``'s arguments. Serves any
+    event loop, also several one after the other, as where each request or each test has its own.
+
+    A call that is cancelled ends at once, but what its thread has begun goes on: a cancelled ``submit`` may have
+    accepted the job. With an ``idempotency_key`` it can be submitted again.
     """
 
     def __init__(
@@ -69,8 +74,11 @@ class AsyncClient:
         threads: int = 4,
     ) -> None:
         self.sync = Client(settings, broker_url=broker_url, database_url=database_url, broker=broker)
-        self._streams: redis.asyncio.Redis | None = None
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-client")
+        self._streams: dict[
+            asyncio.AbstractEventLoop, redis.asyncio.Redis
+        ] = {}  # a connection is of one loop
+        self._size = checked_size(threads)
+        self._threads = self._pool()
 
     async def submit(
         self,
@@ -152,17 +160,30 @@ class AsyncClient:
                 yield event
 
     def _stream_connection(self) -> redis.asyncio.Redis:
-        if self._streams is None:
-            self._streams = async_stream_connection(self.sync.settings.broker_url)
-        return self._streams
+        loop = asyncio.get_running_loop()
+        if loop not in self._streams:
+            for other in list(self._streams):
+                if other.is_closed():  # a loop that is over cannot close its connections any more
+                    self._streams.pop(other, None)
+            self._streams[loop] = async_stream_connection(self.sync.settings.broker_url)
+        return self._streams[loop]
 
     async def close(self) -> None:
-        """Close the connections and the threads."""
-        streams, self._streams = self._streams, None
-        if streams is not None:
-            await streams.aclose()
-        await self._run(self.sync.close)
-        self._threads.shutdown(wait=False)
+        """Close the connections and the threads; the client can be used again and opens new ones."""
+        loop = asyncio.get_running_loop()
+        streams = self._streams.pop(loop, None)
+        self._streams.clear()
+        threads, self._threads = self._threads, self._pool()
+        try:
+            if streams is not None:
+                await streams.aclose()
+        finally:  # also where the task is cancelled meanwhile
+            closing = loop.run_in_executor(threads, self.sync.close)
+            threads.shutdown(wait=False)  # what has been given to them is done
+            await asyncio.shield(closing)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._size, thread_name_prefix="tokenmill-client")
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

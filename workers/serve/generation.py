@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -151,7 +151,9 @@ class Generation:
                     self._ended.add(self.jobs[index].id)
                 yield index, event
         finally:
-            await _end(tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def choices(self) -> list[Choice]:
         """All answers, complete.
@@ -168,15 +170,6 @@ class Generation:
     async def stored(self, index: int) -> Choice:
         """The answer of a job that has succeeded, as SQL holds it."""
         return Choice.of(await self._client.result(self.jobs[index].id))
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel the tasks until they are done: Redis's client can lose a cancellation that meets it while it connects."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=0.05)
 
 
 def _job_key(tenant: str | None, key: str, index: int) -> str:
