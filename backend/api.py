@@ -36,6 +36,7 @@ __all__ = [
     "MAX_SEED",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
+    "MAX_TOKEN_ID",
     "Backend",
     "BackendInfo",
     "BackendStats",
@@ -66,6 +67,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1  # no vocabulary has more; a number without bound may be more than can be written
 MAX_DEADLINE_S = 3650 * 86_400  # ten years: a moment so far away can still be written as a date
 
 
@@ -122,14 +124,14 @@ class ChatMessage(_Frozen):
         return check_text(value, f"messages.{info.field_name}")
 
 
-TokenId = Annotated[int, Field(ge=0, strict=True)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
 
 
 class SamplingParams(_Frozen):
     """How the next token is chosen and when generation ends. Greedy by default, so that runs repeat."""
 
     temperature: float = Field(0.0, ge=0.0, le=100.0, description="0 is greedy; higher is more random")
-    top_k: int = Field(0, ge=0, description="keep the k most likely tokens; 0 keeps all")
+    top_k: int = Field(0, ge=0, le=MAX_TOKEN_ID, description="keep the k most likely tokens; 0 keeps all")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="keep the smallest set with this total probability")
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="drop tokens below this share of the likeliest one")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="drawn at submission when unset")
@@ -185,6 +187,8 @@ class SamplingParams(_Frozen):
         for token, bias in value.items():
             if token < 0:
                 raise ValueError("token ids must not be negative")
+            if token > MAX_TOKEN_ID:
+                raise ValueError(f"token ids must be at most {MAX_TOKEN_ID}")
             if not -100.0 <= bias <= 100.0:
                 raise ValueError("each bias must lie between -100 and 100")
         return value

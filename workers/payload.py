@@ -42,6 +42,7 @@ from backend.api import (
 )
 from backend.complaints import refuse_truth
 from backend.config import BULK_PRIORITY as BULK_PRIORITY
+from backend.errors import short_repr
 from models_db.entropy import random_bytes
 from workers.callbacks.urls import MAX_URL, CallbackRules, check_callback_url
 from workers.settings import Settings
@@ -96,7 +97,7 @@ class NewerPayloadError(TokenmillError):
     def __init__(self, version: int) -> None:
         self.version = version
         super().__init__(
-            f"version: payload version {version} is newer than {PAYLOAD_VERSION}, the newest known here. "
+            f"version: payload version {short_repr(version)} is newer than {PAYLOAD_VERSION}, the newest known here. "
             "Upgrade this worker"
         )
 

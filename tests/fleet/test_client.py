@@ -15,6 +15,7 @@ from sqlalchemy import func, select
 
 import workers.client
 from backend.api import RequestError, UnknownModelError
+from backend.errors import short_repr
 from models_db import jobs
 from models_db.errors import DatabaseUnavailableError, IdempotencyConflictError, SchemaError, UnknownJobError
 from models_db.session import reading
@@ -24,6 +25,7 @@ from workers.broker import BrokerUnavailableError
 from workers.client import (
     AsyncClient,
     Client,
+    ConfigurationError,
     JobFailedError,
     JobHandle,
     JobNotFinishedError,
@@ -191,7 +193,9 @@ def test_each_of_any_number_of_jobs_is_submitted_as_its_handle_is_asked_for(clie
     assert jobs_in(client) - before == len(accepted) == 500  # the first chunk
 
 
-@pytest.mark.parametrize("key", ["", "k" * 256, "a\0b", "\ud800", 5, b"k", ["k"], float("nan")])
+@pytest.mark.parametrize(
+    "key", ["", "k" * 256, "a\0b", "\ud800", 5, 10**5000, b"k", ["k"], float("nan")], ids=short_repr
+)
 def test_what_cannot_be_a_key_is_a_bad_request(client: Client, key: Any) -> None:
     before = jobs_in(client)
     with pytest.raises(RequestError, match="idempotency_key: ") as caught:
@@ -208,7 +212,39 @@ def test_what_is_no_request_is_refused(client: Client, request_: Any) -> None:
         client.submit_many([request_])
 
 
-@pytest.mark.parametrize("fields", [{"deadline_s": 1e300}, {"self": 1}, {"deadline_s": float("inf")}])
+@pytest.mark.parametrize("requests", [5, None, "", "abc", b"", {}, {"prompt": "one"}])
+def test_what_is_no_list_of_requests_is_refused(client: Client, requests: Any) -> None:
+    for submit in (client.submit_many, client.submit_each):
+        with pytest.raises(RequestError, match="requests: must be a list of requests") as caught:
+            submit(requests)
+        assert caught.value.fix
+
+
+class Unprintable:
+    """Of which Python can write nothing."""
+
+    def __repr__(self) -> str:
+        raise ValueError("nothing to write")
+
+
+HUGE = 10**5000  # more digits than Python writes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"deadline_s": 1e300},
+        {"self": 1},
+        {"deadline_s": float("inf")},
+        {"top_k": HUGE},
+        {"stop_token_ids": [HUGE]},
+        {"logit_bias": {HUGE: 1.0}},
+        {"version": HUGE},
+        {"version": 2},
+        {"tenant": Unprintable()},
+    ],
+    ids=short_repr,
+)
 def test_no_field_ends_in_anything_but_a_bad_request(client: Client, fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(fields))):
         client.submit("words", **fields)
@@ -230,7 +266,7 @@ def test_what_is_no_id_of_an_event_is_refused_before_the_first_is_asked_for(
         AsyncClient(client.settings).stream("any", last_id=last_id)
 
 
-@pytest.mark.parametrize("timeout_s", ["3", float("nan"), True, [1]])
+@pytest.mark.parametrize("timeout_s", ["3", float("nan"), True, [1], HUGE], ids=short_repr)
 def test_what_is_no_time_to_wait_is_refused_before_anything_is_asked(client: Client, timeout_s: Any) -> None:
     for ask in (client.wait, client.stream, AsyncClient(client.settings).stream):
         with pytest.raises(RequestError, match=r"timeout_s: is not a number of seconds \(got "):
@@ -239,12 +275,26 @@ def test_what_is_no_time_to_wait_is_refused_before_anything_is_asked(client: Cli
         asyncio.run(AsyncClient(client.settings).wait("any", timeout_s))
 
 
-@pytest.mark.parametrize("job_id", ["a\0b", "\ud800", "x" * 5000, "", 5])
+@pytest.mark.parametrize("job_id", ["a\0b", "\ud800", "x" * 5000, "", 5, HUGE, Unprintable()], ids=short_repr)
 def test_an_id_that_no_job_can_have_is_unknown(client: Client, job_id: Any) -> None:
     for ask in (client.status, client.result, client.cancel, client.wait, client.stream):
         with pytest.raises(UnknownJobError) as caught:
             ask(job_id)
         str(caught.value).encode()
+
+
+def test_what_a_client_is_made_with_is_named_where_it_is_of_another_type(client: Client) -> None:
+    anything: Any = client.settings.broker_url
+    with pytest.raises(ConfigurationError, match=r"settings: .* not str\. An address goes to broker_url="):
+        Client(anything)
+    anything = []
+    for name in ("broker_url", "database_url"):
+        with pytest.raises(ConfigurationError, match=f"{name}: must be a URL as text, not list"):
+            Client(client.settings, **{name: anything})
+    for threads in (0, "4", 1.5, True, None):
+        anything = threads
+        with pytest.raises(ConfigurationError, match="threads: must be a whole number above 0"):
+            AsyncClient(client.settings, threads=anything)
 
 
 def test_what_callers_catch_comes_from_one_place() -> None:

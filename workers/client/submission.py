@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from backend.api import MAX_SEED, RequestError, check_text
+from backend.errors import short_repr
 from models_db.base import JsonText
 from models_db.ids import uuid7
 from models_db.jobs import NewJob
@@ -86,12 +87,16 @@ def check_key(key: object) -> None:
     """
     name = "idempotency_key"
     if not isinstance(key, str):
-        fix = f"Write it as text: {str(key)!r}" if isinstance(key, int) else "Give text"
+        fix = f"Write it as text: {short_repr(str(key))}" if _fits(key) else "Give text"
         raise RequestError("must be text", field=name, value=key, fix=fix)
     if not 0 < len(key) <= MAX_KEY:
         fix = f"Use 1 to {MAX_KEY} characters, or a digest of what it stands for"
         raise RequestError(f"has {len(key)} characters", field=name, fix=fix)
     check_text(key, name)
+
+
+def _fits(key: object) -> bool:
+    return isinstance(key, int) and abs(key) < 10**MAX_KEY
 
 
 def delivery(job: NewJob) -> tuple[str, bytes]:

@@ -16,17 +16,19 @@ import redis
 from sqlalchemy import Connection, Engine
 
 from backend.api import RequestError
+from backend.errors import short_repr
 from models_db import jobs
 from models_db.clock import DatabaseClock
 from models_db.errors import CommitUnknownError, DatabaseError, DatabaseUnavailableError, UnknownJobError
 from models_db.jobs import AttemptRecord, JobStatus, NewJob, StoredResult
-from models_db.migrate import check_schema
+from models_db.schema import check_schema
 from models_db.session import certain, make_engine, reading
 from models_db.tables import JobState
 from models_db.tenants import TenantLimit
 from models_db.text import clean_text
 from workers.broker import Broker, BrokerUnavailableError, stream_connection
 from workers.chunks import take_chunk
+from workers.client.arguments import check_arguments, checked_list
 from workers.client.errors import (
     JobFailedError,
     JobNotFinishedError,
@@ -38,7 +40,7 @@ from workers.client.handle import JobHandle
 from workers.client.streaming import check_last_id, concluded, read_stream
 from workers.client.submission import Submission, delivery
 from workers.client.waiting import check_timeout, pauses
-from workers.payload import GeneratePayload
+from workers.payload import PAYLOAD_VERSION, GeneratePayload, NewerPayloadError
 from workers.settings import Settings, load_settings
 from workers.streams import StreamEvent
 
@@ -73,6 +75,7 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         overrides = {"broker_url": broker_url, "database_url": database_url}
+        check_arguments(settings, overrides)
         given = {name: value for name, value in overrides.items() if value}
         if settings is None:
             settings = load_settings(**given)
@@ -139,7 +142,7 @@ class Client:
                 accepted, and the error's notes say how many jobs those are. To be able to send the whole list again,
                 give each request an ``idempotency_key``.
         """
-        checked = [self._submission(request) for request in requests]
+        checked = [self._submission(request) for request in checked_list(requests)]
         handles: list[JobHandle] = []
         try:
             handles.extend(self._accept_each(iter(checked)))  # keeps those that came before an error
@@ -155,7 +158,7 @@ class Client:
         before its own chunk is stored; the chunks before it have been accepted and their handles given out. While a
         chunk is being stored, the next one is read and checked.
         """
-        return self._accept_each(map(self._submission, requests))
+        return self._accept_each(map(self._submission, checked_list(requests)))
 
     def _accept_each(self, submissions: Iterator[Submission]) -> Iterator[JobHandle]:
         def ready() -> list[NewJob]:
@@ -178,7 +181,15 @@ class Client:
         Raises:
             RequestError: names the field, the value and the fix.
         """
-        payload = GeneratePayload.parse({"model": self.settings.model} | dict(fields))
+        try:
+            payload = GeneratePayload.parse({"model": self.settings.model} | dict(fields))
+        except NewerPayloadError:  # which tells a worker to be upgraded
+            raise RequestError(
+                f"is newer than {PAYLOAD_VERSION}, the newest known here",
+                field="version",
+                value=fields["version"],
+                fix="Leave it out",
+            ) from None
         payload.check_limits(self.settings)
         return payload
 
@@ -452,7 +463,7 @@ def _checked_id(job_id: str) -> str:
         UnknownJobError: it cannot be stored.
     """
     if not isinstance(job_id, str) or clean_text(job_id) != job_id:
-        raise UnknownJobError(ascii(job_id)[:200])
+        raise UnknownJobError(short_repr(job_id))
     return job_id
 
 

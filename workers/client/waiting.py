@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from backend.api import RequestError
+from backend.errors import short_repr
 
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 1.0
@@ -24,7 +25,7 @@ def check_timeout(timeout_s: float | None) -> float | None:
     given: Any = timeout_s
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):
+    if isinstance(given, bool) or not isinstance(given, Real) or not _is_a_time(given):
         raise RequestError(
             "is not a number of seconds",
             field="timeout_s",
@@ -34,6 +35,13 @@ def check_timeout(timeout_s: float | None) -> float | None:
     return timeout_s
 
 
+def _is_a_time(given: Real) -> bool:
+    try:
+        return not math.isnan(given)
+    except OverflowError:  # more than any clock can count
+        return False
+
+
 def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
     """Seconds to sleep between looks, growing to one with some spread; ``None`` when the time is over.
 
@@ -41,7 +49,7 @@ def pauses(timeout_s: float | None, job_id: str) -> Iterator[float | None]:
         RequestError: ``timeout_s`` is no number of seconds.
     """
     check_timeout(timeout_s)
-    spread = random.Random(ascii(job_id))  # many waiters must not ask in step
+    spread = random.Random(short_repr(job_id))  # many waiters must not ask in step
     give_up = None if timeout_s is None else time.monotonic() + timeout_s
     pause_s = _FIRST_POLL_S
     while True:
