@@ -13,7 +13,7 @@ from typing import Any
 
 from backend.api import TokenmillError
 from models_db.errors import DatabaseError, MissingDatabaseError
-from models_db.migrate import check_schema, current_revision
+from models_db.schema import check_schema, current_revision
 from models_db.session import make_engine, reading
 from models_db.workers import WorkerRecord, unended_workers
 from workers.broker import Broker

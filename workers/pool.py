@@ -28,8 +28,8 @@ from models_db.claims import accept
 from models_db.errors import DatabaseError, DatabaseUnavailableError
 from models_db.faults import summary
 from models_db.jobs import mark_callbacks_sent
-from models_db.migrate import check_schema
 from models_db.planner import Planner
+from models_db.schema import check_schema
 from models_db.session import make_engine, transaction
 from models_db.upkeep import UpkeepThread
 from models_db.workers import register_worker

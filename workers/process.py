@@ -87,7 +87,6 @@ def _raised_at(exc: BaseException) -> str:
 
 def quieten() -> None:
     """Keep out of the log what says nothing about this worker."""
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     # About pickle as root; nothing but JSON is accepted here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
 

@@ -16,15 +16,8 @@ from models_db.base import Base
 from models_db.batches import create_batch
 from models_db.errors import SchemaError
 from models_db.jobs import insert_jobs
-from models_db.migrate import (
-    alembic_config,
-    check_differences,
-    check_schema,
-    current_revision,
-    downgrade,
-    head_revision,
-    upgrade,
-)
+from models_db.migrate import alembic_config, check_differences, downgrade, upgrade
+from models_db.schema import check_schema, current_revision, head_revision, known_revisions
 from models_db.session import make_engine
 from models_db.tables import Batch, Job
 from models_db.workers import add_samples
@@ -91,6 +84,12 @@ def test_the_check_sees_a_difference_and_spares_other_applications_tables(empty_
         check_differences(empty_url)
     downgrade(empty_url, "base")
     assert "someone_elses" in inspect(engine).get_table_names()
+
+
+def test_the_files_are_named_after_their_revisions():
+    script = ScriptDirectory.from_config(alembic_config())
+    assert known_revisions() == [step.revision for step in script.walk_revisions()][::-1]
+    assert head_revision() == script.get_current_head()
 
 
 def test_check_schema_names_both_revisions_and_the_command(empty_url, engine):

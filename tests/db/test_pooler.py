@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from models_db.errors import DatabaseUnavailableError
-from models_db.migrate import check_schema
+from models_db.schema import check_schema
 from models_db.session import make_engine, transaction
 from tests.pooler import SERVER_CONNECTIONS, PgBouncer, pgbouncer
 from tests.servers import ServerUnavailableError, fresh_database_url, skip_or_fail

@@ -28,3 +28,13 @@ def test_the_engine_knows_neither_celery_nor_sql() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_a_client_imports_neither_celery_nor_alembic() -> None:
+    code = (
+        "import sys, workers.client\n"
+        "print(*sorted({'torch', 'numpy', 'celery', 'kombu', 'alembic', 'typer', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

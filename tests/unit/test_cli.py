@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from backend.api import ConfigurationError, RequestError
-from models_db import migrate
+from models_db import migrate, schema
 from workers.cli import app
 from workers.cli.common import ExitCode, params_from
 
@@ -92,7 +92,7 @@ def test_a_database_that_was_never_migrated_is_named_with_the_command_that_mends
 
 def test_db_commands_go_up_and_down(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'new.db'}"
-    head = migrate.head_revision()
+    head = schema.head_revision()
     assert run("db", "check", "--database-url", url).exit_code == ExitCode.UNAVAILABLE
     assert f"at revision {head}" in run("db", "upgrade", "--database-url", url).stdout
     assert run("db", "check", "--database-url", url).exit_code == 0
@@ -226,7 +226,7 @@ def test_an_unknown_revision_is_named_with_the_known_ones(direction: str, databa
     done = run("db", direction, "nonsense", "--database-url", database_url)
     assert done.exit_code == ExitCode.UNAVAILABLE  # and nobody is asked first
     assert "revision 'nonsense'" in done.stderr
-    assert migrate.head_revision() in done.stderr
+    assert schema.head_revision() in done.stderr
 
 
 def test_a_broker_url_with_an_unknown_option_is_named(database_url: str) -> None:

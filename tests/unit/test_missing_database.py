@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from models_db.errors import MissingDatabaseError
-from models_db.migrate import check_schema, current_revision, head_revision, upgrade
+from models_db.migrate import upgrade
+from models_db.schema import check_schema, current_revision, head_revision
 from models_db.session import make_engine
 from workers.cli import app
 from workers.cli.common import ExitCode
@@ -70,7 +71,8 @@ def test_who_listens_to_all_that_is_logged_hears_nothing_of_alembic(tmp_path: Pa
     script = (
         "import logging; logging.basicConfig(level='INFO')\n"
         "from models_db.session import make_engine\n"
-        "from models_db.migrate import check_schema\n"
+        "import models_db.migrate\n"
+        "from models_db.schema import check_schema\n"
         f"check_schema(make_engine({url!r}))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

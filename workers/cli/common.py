@@ -143,7 +143,7 @@ def database(
     Args:
         idle_in_transaction_s: see ``make_engine``; for commands that run for as long as a worker.
     """
-    from models_db.migrate import check_schema
+    from models_db.schema import check_schema
     from models_db.session import make_engine
 
     engine = make_engine(settings.database_url, idle_in_transaction_s=idle_in_transaction_s)

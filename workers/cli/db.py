@@ -27,12 +27,12 @@ def upgrade(
 
       tokenmill db upgrade --database-url postgresql+psycopg://user@host/tokenmill
     """
-    from models_db import migrate
+    from models_db import migrate, schema
 
     settings = settings_from(database_url=database_url)
     migrate.upgrade(settings.database_url, revision)
     with database(settings, check=False) as engine:
-        typer.echo(f"at revision {migrate.current_revision(engine)}")
+        typer.echo(f"at revision {schema.current_revision(engine)}")
 
 
 @app.command()
@@ -47,7 +47,7 @@ def downgrade(
 
       tokenmill db downgrade base --yes
     """
-    from models_db import migrate
+    from models_db import migrate, schema
     from workers.settings import redact_url
 
     settings = settings_from(database_url=database_url)
@@ -56,7 +56,7 @@ def downgrade(
         typer.confirm(f"Take {redact_url(settings.database_url)} back to {revision}?", abort=True)
     migrate.downgrade(settings.database_url, revision)
     with database(settings, check=False) as engine:
-        typer.echo(f"at revision {migrate.current_revision(engine)}")
+        typer.echo(f"at revision {schema.current_revision(engine)}")
 
 
 @app.command()
@@ -67,11 +67,11 @@ def current(database_url: DatabaseOption = None) -> None:
 
       tokenmill db current
     """
-    from models_db import migrate
+    from models_db import schema
 
     with database(settings_from(database_url=database_url), check=False) as engine:
-        found = migrate.current_revision(engine)
-    typer.echo(f"database: {found or 'never migrated'}\nneeded:   {migrate.head_revision()}")
+        found = schema.current_revision(engine)
+    typer.echo(f"database: {found or 'never migrated'}\nneeded:   {schema.head_revision()}")
 
 
 @app.command()
