@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from backend.api import GenerationHandle, GenerationRequest, Prompt, SamplingParams
 from backend.blocks import BlockAllocator
+from backend.config import BULK_PRIORITY
 from backend.scheduler import Scheduler, StepPlan
 from backend.sequence import Sequence, Status
+
+BULK, URGENT = 6, 3  # priorities
 
 
 class Desk:
@@ -90,3 +94,26 @@ class Desk:
         plan = self.plan()
         self.retire(plan)
         return plan
+
+
+def is_bulk(sequence: Sequence) -> bool:
+    return sequence.priority >= BULK_PRIORITY
+
+
+def bulk_running(desk: Desk) -> int:
+    return sum(map(is_bulk, desk.scheduler.running))
+
+
+def run_ahead(desk: Desk, steps: int, arrive: Callable[[int], None] = lambda step: None) -> int:
+    """Steps planned one ahead, as the engine does; the tokens that they computed."""
+    pending, computed = None, 0
+    for step in range(steps):
+        arrive(step)
+        plan = desk.try_plan()
+        computed += plan.num_tokens if plan is not None else 0
+        if pending is not None:
+            desk.retire(pending)
+        pending = plan
+    if pending is not None:
+        desk.retire(pending)
+    return computed
