@@ -67,7 +67,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
-MAX_TOKEN_ID = 2**31 - 1  # no vocabulary has more; a number without bound may be more than can be written
+MAX_TOKEN_ID = 999_999_999  # no vocabulary has more; a number without bound may be more than can be written
 MAX_DEADLINE_S = 3650 * 86_400  # ten years: a moment so far away can still be written as a date
 
 

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from backend.config import EngineConfig
 from workers.payload import GeneratePayload
+from workers.payload_schema import payload_schema
 from workers.settings import Settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -67,16 +68,7 @@ def rendered() -> Iterable[tuple[Path, str]]:
             pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
             text = pattern.sub(lambda _, new=begin + table + end: new, text)
         yield path, text
-    yield DOCS / "payload.schema.json", payload_schema()
-
-
-def payload_schema() -> str:
-    """The payload as JSON Schema, for other languages and for editors."""
-    schema = GeneratePayload.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["description"] = "The one argument of the Celery task tokenmill.generate."
-    schema["oneOf"] = [{"required": [name]} for name in ("prompt", "messages", "token_ids")]
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    yield DOCS / "payload.schema.json", json.dumps(payload_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def settings_table(prefix: str, fields: dict[str, FieldInfo]) -> str:

@@ -175,6 +175,8 @@ class GeneratePayload(SamplingParams):
         version = data.get("version", PAYLOAD_VERSION)
         if type(version) is int and version > PAYLOAD_VERSION:
             raise NewerPayloadError(version)
+        if isinstance(version, bool):
+            raise RequestError("must be 1", field="version", value=version, fix="Use 1")
         try:
             return cls.model_validate(data)
         except ValidationError as exc:
