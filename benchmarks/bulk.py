@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 import statistics
 import subprocess
 import sys
@@ -31,10 +30,10 @@ from typing import Any
 
 import redis
 from rich.table import Table
-from sqlalchemy import Engine, make_url, text
+from sqlalchemy import Engine, text
 
 from benchmarks.report import RESULTS, keep
-from benchmarks.servers import add_server_option, postgresql
+from benchmarks.servers import add_server_option, own_database, postgresql
 from models_db.migrate import upgrade
 from models_db.session import make_engine
 from workers.private_redis import PrivateRedis
@@ -165,26 +164,6 @@ def check_output(path: Path, lines: int) -> None:
             line = json.loads(raw)
             assert (line["custom_id"], line["row"]) == (f"line-{n:08}", n), f"line {n} is {line['custom_id']}"
     assert n == lines, f"{n} lines came out of {lines}"
-
-
-@contextmanager
-def own_database(server: str) -> Iterator[str]:
-    """A new database on this server, dropped afterwards."""
-    name = f"tokenmill_bulk_{secrets.token_hex(4)}"
-    _administer(server, f"CREATE DATABASE {name}")
-    try:
-        yield make_url(server).set(database=name).render_as_string(hide_password=False)
-    finally:
-        _administer(server, f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
-
-
-def _administer(server: str, statement: str) -> None:
-    engine = make_engine(server)
-    try:
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as conn:
-            conn.exec_driver_sql(statement)
-    finally:
-        engine.dispose()
 
 
 @contextmanager

@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,26 +32,18 @@ import redis
 from rich.table import Table
 from sqlalchemy import Engine, create_engine, func, make_url, select, text
 
-from benchmarks import report
+from benchmarks import echo_jobs, report
+from benchmarks.servers import database, postgresql_if_any
 from benchmarks.urgent import Urgent, start_of, told
+from benchmarks.worker_process import WorkerProcess, cpu_s, rss_mib, start_process, wait
 from models_db import migrate
-from models_db.jobs import insert_jobs
-from models_db.session import make_engine
 from models_db.tables import Job, JobState
-from tests.servers import ServerUnavailableError, server
 from workers.client import Client
-from workers.client.sync import Submission
-from workers.demo import stop_group
 from workers.payload import BULK_PRIORITY
 from workers.private_redis import PrivateRedis
-from workers.settings import Settings, load_settings
+from workers.settings import load_settings
 
-PROMPT = "the quick brown fox jumps over the lazy dog and runs away"
-MAX_TOKENS = 32
-TIMEOUT_S = 600.0
-LOOK_S = 0.25
 STILL_S = 60.0
-_CHUNK = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +78,10 @@ class Load:
 
 def tokenmill(jobs: int, folder: Path, broker_url: str, database_url: str, slots: int) -> Rate:
     """A Tokenmill worker with the echo backend."""
-    settings = _settings(broker_url, database_url, slots)
+    settings = echo_jobs.settings_for(broker_url, database_url, slots)
     migrate.upgrade(database_url)
     with Client(settings) as client:
-        _submit(client, jobs)
+        echo_jobs.submit(client, jobs)
         engine = client.engine()
         ended = select(func.count(), func.min(Job.finished_at), func.max(Job.finished_at)).where(
             Job.state == JobState.SUCCEEDED
@@ -103,7 +92,7 @@ def tokenmill(jobs: int, folder: Path, broker_url: str, database_url: str, slots
                 count, first, last = connection.execute(ended).one()
                 return count, first, last
 
-        return _measure(_worker(settings, folder), jobs, done)
+        return _measure(echo_jobs.worker(settings, folder), jobs, done)
 
 
 def celery_threads(
@@ -117,7 +106,9 @@ def celery_threads(
     app.conf.broker_url = broker_url
     with app.connection_for_write() as connection:
         for _ in range(jobs):
-            echo.apply_async((PROMPT, MAX_TOKENS), connection=connection, ignore_result=False)
+            echo.apply_async(
+                (echo_jobs.PROMPT, echo_jobs.MAX_TOKENS), connection=connection, ignore_result=False
+            )
     variables = {
         BROKER: broker_url,
         RESULTS: results,
@@ -155,13 +146,13 @@ def under_load(
 
     Until all are done, or for so many seconds.
     """
-    settings = _settings(broker_url, database_url, slots)
+    settings = echo_jobs.settings_for(broker_url, database_url, slots)
     migrate.upgrade(database_url)
     with Client(settings) as client:
         engine = client.engine()
-        alone = _database_alone(client, engine, min(queued, 10_000))
+        alone = echo_jobs.database_alone(client, engine, min(queued, 10_000))
         began = time.monotonic()
-        _submit(client, queued)
+        echo_jobs.submit(client, queued)
         submitted = queued / (time.monotonic() - began)
         ended = select(func.count()).where(Job.state == JobState.SUCCEEDED, Job.priority == BULK_PRIORITY)
 
@@ -171,12 +162,12 @@ def under_load(
 
         memory: list[tuple[int, float]] = []
         urgent: list[tuple[str, int, float]] = []
-        with _worker(settings, folder) as worker:
-            _wait(lambda: count() > 0, worker, "the first job to end")
+        with echo_jobs.worker(settings, folder) as worker:
+            wait(lambda: count() > 0, worker, "the first job to end")
             began = moved = looked = time.monotonic()
             while not memory or (memory[-1][0] < queued and (seconds is None or looked - began < seconds)):
                 at = time.monotonic()
-                job_id = client.submit(PROMPT, max_tokens=MAX_TOKENS, priority=0).id
+                job_id = client.submit(echo_jobs.PROMPT, max_tokens=echo_jobs.MAX_TOKENS, priority=0).id
                 urgent.append((job_id, memory[-1][0] if memory else 0, time.monotonic() - at))
                 time.sleep(1.0)
                 worker.check()
@@ -185,41 +176,9 @@ def under_load(
                     moved = looked
                 elif looked - moved > STILL_S:
                     raise RuntimeError(f"no job has ended for {STILL_S:g} s; {done:,} of {queued:,} are done")
-                memory.append((done, _rss_mib(worker.pid)))
+                memory.append((done, rss_mib(worker.pid)))
             starts = [start_of(client, *one) for one in urgent]
     return Load(queued, submitted, alone, looked - began, memory, starts)
-
-
-def _settings(broker_url: str, database_url: str, slots: int) -> Settings:
-    return load_settings(
-        broker_url=broker_url,
-        database_url=database_url,
-        backend="echo",
-        model="echo",
-        log_level="warning",
-        engine={"max_num_seqs": slots, "max_num_batched_tokens": max(512, slots)},
-    )
-
-
-def _submit(client: Client, jobs: int) -> None:
-    """Submit bulk jobs as ``tokenmill bulk run`` does."""
-    request = {"model": "echo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "priority": BULK_PRIORITY}
-    for _ in client.submit_each(request for _ in range(jobs)):
-        pass
-
-
-def _database_alone(client: Client, engine: Engine, jobs: int) -> float:
-    """Rows a second of ready jobs in transactions of the client's size. They are removed again."""
-    payload = client.payload({"model": "echo", "prompt": PROMPT, "max_tokens": MAX_TOKENS})
-    rows = client.new_jobs([Submission(payload)] * jobs)
-    began = time.monotonic()
-    for start in range(0, jobs, _CHUNK):
-        with engine.begin() as connection:
-            insert_jobs(connection, rows[start : start + _CHUNK])
-    rate = jobs / (time.monotonic() - began)
-    with engine.begin() as connection:
-        connection.execute(text("DELETE FROM job"))
-    return rate
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -239,50 +198,18 @@ def rate(jobs: int, first: datetime, last: datetime) -> float:
 Done = Callable[[], tuple[int, datetime | None, datetime | None]]
 
 
-class WorkerProcess:
-    """A worker and its log. The context stops it."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process = process
-        self._log = log
-        self.pid = process.pid
-
-    def check(self) -> None:
-        """Raise when it has ended."""
-        if self._process.poll() is not None:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
-            raise RuntimeError(
-                f"the worker ended with {self._process.returncode}. Its log ends with:\n{tail}"
-            )
-
-    def __enter__(self) -> WorkerProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stop_group(self._process)
-
-
 def _measure(worker: WorkerProcess, jobs: int, done: Done) -> Rate:
     """Wait until a worker has done all jobs; stops it."""
     with worker:
-        _wait(lambda: done()[0] > 0, worker, "the first result")
-        before, cpu = done()[0], _cpu_s(worker.pid)
-        _wait(lambda: done()[0] >= jobs, worker, "the last result")
-        after = _cpu_s(worker.pid)
+        wait(lambda: done()[0] > 0, worker, "the first result")
+        before, cpu = done()[0], cpu_s(worker.pid)
+        wait(lambda: done()[0] >= jobs, worker, "the last result")
+        after = cpu_s(worker.pid)
         _, first, last = done()
     assert first is not None
     assert last is not None
     spent = None if cpu is None or after is None or before >= jobs else 1e3 * (after - cpu) / (jobs - before)
     return Rate(rate(jobs, first, last), spent)
-
-
-def _wait(until: Callable[[], bool], worker: WorkerProcess, what: str) -> None:
-    limit = time.monotonic() + TIMEOUT_S
-    while not until():
-        worker.check()
-        if time.monotonic() > limit:
-            raise RuntimeError(f"waited {TIMEOUT_S:g} s for {what}")
-        time.sleep(LOOK_S)
 
 
 def _done_in_redis(store: redis.Redis, jobs: int) -> tuple[int, datetime | None, datetime | None]:
@@ -308,92 +235,6 @@ def _done_in_sql(engine: Engine) -> tuple[int, datetime | None, datetime | None]
         ).one()
     first, last = (datetime.fromisoformat(one) if isinstance(one, str) else one for one in times)
     return count, first, last
-
-
-def _processes(pid: int) -> list[list[str]]:
-    """``/proc``'s numbers of a process and all below it, from its state on; none where there is no ``/proc``."""
-    found: dict[int, list[str]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            found[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
-    tree = [pid] if pid in found else []
-    for parent in tree:  # grows while it is walked
-        tree.extend(child for child, numbers in found.items() if int(numbers[1]) == parent)
-    return [found[each] for each in tree]
-
-
-def _cpu_s(pid: int) -> float | None:
-    """CPU seconds of a worker: its supervisor and its process."""
-    ticks = [int(numbers[11]) + int(numbers[12]) for numbers in _processes(pid)]
-    return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
-
-
-def _rss_mib(pid: int) -> float:
-    """Resident memory of a worker's largest process."""
-    pages = max((int(numbers[21]) for numbers in _processes(pid)), default=0)
-    return float(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-
-
-def _worker(settings: Settings, folder: Path) -> WorkerProcess:
-    slots = settings.engine.max_num_seqs
-    variables = {
-        "TOKENMILL_BROKER_URL": settings.broker_url,
-        "TOKENMILL_DATABASE_URL": settings.database_url,
-        "TOKENMILL_BACKEND": "echo",
-        "TOKENMILL_MODEL": "echo",
-        "TOKENMILL_LOG_LEVEL": settings.log_level,
-        "TOKENMILL_ENGINE__MAX_NUM_SEQS": str(slots),
-        "TOKENMILL_ENGINE__MAX_NUM_BATCHED_TOKENS": str(settings.engine.max_num_batched_tokens),
-    }
-    return start_process(["-m", "workers.cli", "worker", "--once"], variables, folder / "tokenmill.log")
-
-
-def start_process(arguments: list[str], variables: dict[str, str], log: Path) -> WorkerProcess:
-    """Start Python with these arguments and more variables; the context that it is stops it."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            env=os.environ | variables,
-            cwd=Path(__file__).resolve().parent.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return WorkerProcess(process, log)
-
-
-# --------------------------------------------------------------------------------------------------- databases
-
-
-@contextmanager
-def _postgresql() -> Iterator[str | None]:
-    """A server's URL, or nothing where there is none."""
-    with ExitStack() as stack:
-        try:
-            url: str | None = stack.enter_context(server("postgresql")).url
-        except ServerUnavailableError as exc:
-            print(f"SQLite stands in for PostgreSQL: {exc}", file=sys.stderr)
-            url = None
-        yield url
-
-
-@contextmanager
-def _database(on: str | None, folder: Path) -> Iterator[str]:
-    """A new database with the server's own settings for durability; a file where there is no server."""
-    if on is None:
-        yield f"sqlite:///{folder / f'{secrets.token_hex(4)}.db'}"
-        return
-    name = f"tokenmill_bench_{secrets.token_hex(6)}"
-    engine = make_engine(on).execution_options(isolation_level="AUTOCOMMIT")
-    try:
-        with engine.connect() as connection:
-            connection.execute(text(f"CREATE DATABASE {name}"))
-        yield make_url(on).set(database=name).render_as_string(hide_password=False)
-        with engine.connect() as connection:
-            connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    finally:
-        engine.dispose()
 
 
 def _celery_url(url: str) -> str:
@@ -422,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     prefetch = options.slots + load_settings(model="echo").headroom(options.slots)
     load: Load | None = None
-    with _postgresql() as postgresql:
+    with postgresql_if_any() as postgresql:
         sql = "PostgreSQL" if postgresql else "SQLite"
         ours, in_redis, in_sql = "tokenmill", "celery, results in Redis", f"celery, results in {sql}"
         runs: dict[str, list[Rate]] = {ours: [], in_redis: [], in_sql: []}
@@ -431,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
                 with ExitStack() as stack:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                     broker = stack.enter_context(PrivateRedis(folder)).url
-                    url = stack.enter_context(_database(postgresql, folder))
+                    url = stack.enter_context(database(postgresql, folder))
                     if name == ours:
                         one = tokenmill(options.jobs, folder, broker, url, options.slots)
                     else:
@@ -444,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 broker = stack.enter_context(PrivateRedis(folder)).url
-                url = stack.enter_context(_database(postgresql, folder))
+                url = stack.enter_context(database(postgresql, folder))
                 load = under_load(options.queued, options.seconds, folder, broker, url, options.slots)
     title = f"echo jobs from Redis, one worker process, {prefetch} deliveries in flight; ours into {sql}"
     tables = [_rates_table(title, runs)]

@@ -27,7 +27,7 @@ from rich.table import Table
 from sqlalchemy import Engine, make_url, text
 
 from benchmarks.report import keep
-from benchmarks.servers import add_server_option, postgresql
+from benchmarks.servers import add_server_option, administer, postgresql
 from models_db.migrate import upgrade
 from models_db.rollups import advance, floor_minute, reopen
 from models_db.session import make_engine, transaction
@@ -200,7 +200,7 @@ def run(server: str, options: argparse.Namespace) -> None:
     """Make, ask, write down, drop."""
     url = make_url(server).set(database=DATABASE).render_as_string(hide_password=False)
     if not options.reuse:
-        _administer(server, f"DROP DATABASE IF EXISTS {DATABASE}", f"CREATE DATABASE {DATABASE}")
+        administer(server, f"DROP DATABASE IF EXISTS {DATABASE}", f"CREATE DATABASE {DATABASE}")
     engine = make_engine(url)
     try:
         if not options.reuse:
@@ -215,7 +215,7 @@ def run(server: str, options: argparse.Namespace) -> None:
     finally:
         engine.dispose()
         if not options.keep:
-            _administer(server, f"DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")
+            administer(server, f"DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")
 
 
 def fill(engine: Engine, scale: float) -> None:
@@ -425,16 +425,6 @@ def keeping(engine: Engine) -> tuple[Table, dict[str, float]]:
     roll(1)
     add("roll-ups", 60, 50, lambda n: roll(n + 2))
     return table, spent
-
-
-def _administer(server: str, *statements: str) -> None:
-    engine = make_engine(server)
-    try:
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as conn:
-            for statement in statements:
-                conn.exec_driver_sql(statement.replace("%", "%%"))
-    finally:
-        engine.dispose()
 
 
 if __name__ == "__main__":

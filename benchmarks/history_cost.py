@@ -30,9 +30,8 @@ from typing import Any
 from rich.table import Table
 from sqlalchemy import text
 
-from benchmarks.bulk import own_database
 from benchmarks.report import RESULTS, keep
-from benchmarks.servers import add_server_option, postgresql
+from benchmarks.servers import add_server_option, own_database, postgresql
 from models_db.migrate import upgrade
 from models_db.session import make_engine
 from workers.client import Client

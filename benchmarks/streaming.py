@@ -25,7 +25,7 @@ from rich.table import Table
 
 from backend.api import GenerationHandle, GenerationRequest, Prompt, TokenChunk
 from benchmarks import report
-from benchmarks.fleet import start_process
+from benchmarks.worker_process import start_process
 from models_db import migrate
 from workers.broker import async_stream_connection, stream_connection
 from workers.client import AsyncClient

@@ -25,7 +25,9 @@ from pathlib import Path
 from rich.table import Table
 from sqlalchemy import Engine, text
 
-from benchmarks import fleet, report
+from benchmarks import echo_jobs, report
+from benchmarks.servers import database, postgresql_if_any
+from benchmarks.worker_process import wait
 from models_db import migrate
 from workers.bulk import BulkRunner
 from workers.bulk_input import LineOptions
@@ -43,24 +45,24 @@ def measure(
     jobs: int, folder: Path, broker_url: str, database_url: str, found: dict[tuple[str, bool], list[float]]
 ) -> None:
     """One repetition: jobs a second of each way, without and with a worker, added to ``found``."""
-    settings = fleet._settings(broker_url, database_url, _SLOTS)
+    settings = echo_jobs.settings_for(broker_url, database_url, _SLOTS)
     migrate.upgrade(database_url)
     lines = folder / "in.jsonl"
-    line = {"prompt": fleet.PROMPT, "max_tokens": fleet.MAX_TOKENS}
+    line = {"prompt": echo_jobs.PROMPT, "max_tokens": echo_jobs.MAX_TOKENS}
     lines.write_text("".join(json.dumps({"custom_id": str(n)} | line) + "\n" for n in range(jobs)))
     with Client(settings) as client, ExitStack() as stack:
         engine = client.engine()
-        fleet._submit(client, 500)  # connections, compiled statements
+        echo_jobs.submit(client, 500)  # connections, compiled statements
         _empty(engine)
-        found.setdefault((ALONE, False), []).append(fleet._database_alone(client, engine, jobs))
-        found.setdefault((CLIENT, False), []).append(jobs / _seconds(lambda: fleet._submit(client, jobs)))
+        found.setdefault((ALONE, False), []).append(echo_jobs.database_alone(client, engine, jobs))
+        found.setdefault((CLIENT, False), []).append(jobs / _seconds(lambda: echo_jobs.submit(client, jobs)))
         _empty(engine)
         found.setdefault((FILE, False), []).append(jobs / _feeding_s(client, lines))
         _empty(engine)
-        fleet._submit(client, 10_000)
-        running = stack.enter_context(fleet._worker(settings, folder))
-        fleet._wait(lambda: _succeeded(engine) > 0, running, "the first job to end")
-        found.setdefault((CLIENT, True), []).append(jobs / _seconds(lambda: fleet._submit(client, jobs)))
+        echo_jobs.submit(client, 10_000)
+        running = stack.enter_context(echo_jobs.worker(settings, folder))
+        wait(lambda: _succeeded(engine) > 0, running, "the first job to end")
+        found.setdefault((CLIENT, True), []).append(jobs / _seconds(lambda: echo_jobs.submit(client, jobs)))
 
 
 def _feeding_s(client: Client, lines: Path) -> float:
@@ -100,12 +102,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found: dict[tuple[str, bool], list[float]] = {}
     load = os.getloadavg()[0]
-    with fleet._postgresql() as postgresql:
+    with postgresql_if_any() as postgresql:
         for _ in range(options.repetitions):
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 broker = stack.enter_context(PrivateRedis(folder)).url
-                url = stack.enter_context(fleet._database(postgresql, folder))
+                url = stack.enter_context(database(postgresql, folder))
                 measure(options.jobs, folder, broker, url, found)
     where = "PostgreSQL" if postgresql else "SQLite"
     shown = Table(
