@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, literal, select, update
 
-from models_db.base import utcnow
 from models_db.callbacks import NewCallback, announce_batch, announce_jobs, insert_job_callbacks
+from models_db.clock import database_time
 from models_db.dialects import chunked
 from models_db.errors import UnknownBatchError
 from models_db.ids import uuid7
@@ -83,7 +83,7 @@ def create_batch(
             failed=0,
             cancelled=0,
             expired=0,
-            created_at=at or utcnow(),
+            created_at=at or database_time(conn),
             deadline_at=deadline_at,
             source=None if source is None else clean_text(source),
         )
@@ -120,7 +120,7 @@ def insert_ended_lines(
     """
     if lines:
         require_open(conn, [batch_id])
-    now = at or utcnow()
+    now = at or database_time(conn)
     rows: list[dict[str, Any]] = [
         {
             "id": uuid7(),
@@ -173,7 +173,9 @@ def set_batch_state(
     if error is not None:
         values["error"] = clean_text(error)
     if state.terminal:
-        _end(conn, batch_id, state, _job_counts(conn, [batch_id])[batch_id], at or utcnow(), values)
+        _end(
+            conn, batch_id, state, _job_counts(conn, [batch_id])[batch_id], at or database_time(conn), values
+        )
     else:
         conn.execute(update(Batch).where(Batch.id == batch_id).values(state=state, **values))
     return True
@@ -262,7 +264,7 @@ def finish_batch_if_done(conn: Connection, batch_id: str, *, at: datetime | None
     Raises:
         UnknownBatchError: there is no such batch.
     """
-    now = at or utcnow()
+    now = at or database_time(conn)
     state = _lock_batch(conn, batch_id)
     if state.terminal:
         return state

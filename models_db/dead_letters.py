@@ -12,6 +12,7 @@ from datetime import datetime
 from sqlalchemy import Connection, null, select
 
 from models_db.base import utcnow
+from models_db.clock import database_time
 from models_db.dialects import insert_or_ignore
 from models_db.jobs import lock_jobs
 from models_db.tables import DeadLetter, JobState
@@ -52,7 +53,9 @@ def store_dead_letters(conn: Connection, letters: Sequence[NewDeadLetter]) -> No
     known = [job_id for job_id in reasons if len(job_id) <= 155 and clean_text(job_id) == job_id]
     for job in lock_jobs(conn, known).values():
         if job.state is JobState.QUEUED:
-            end_jobs(conn, [job.id], JobState.FAILED, utcnow(), UNREADABLE, clean_text(reasons[job.id]))
+            end_jobs(
+                conn, [job.id], JobState.FAILED, database_time(conn), UNREADABLE, clean_text(reasons[job.id])
+            )
 
 
 def list_dead_letters(conn: Connection, limit: int = 50) -> list[NewDeadLetter]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, or_, select, update
 
-from models_db.base import utcnow
+from models_db.clock import database_time
 from models_db.dialects import chunked
 from models_db.faults import Fault, classify, summary
 from models_db.jobs import LockedJob, lock_jobs
@@ -82,7 +82,7 @@ def bury(conn: Connection, worker_id: str, *, now: datetime | None = None, repla
     ``replay`` says that an earlier commit of this very call, with the same ``now``, may have gone through: what it
     did is reported, as nobody else would publish it.
     """
-    now = now or utcnow()
+    now = now or database_time(conn)
     buried = _closed_at(conn, worker_id, now) if replay else []
     dead = (
         update(Worker)

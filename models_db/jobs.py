@@ -346,11 +346,12 @@ def request_cancel(
     queued = [job.id for job in locked.values() if job.state is JobState.QUEUED]
     running = [job.id for job in locked.values() if job.state is JobState.RUNNING]
     undelivered = [job_id for job_id in queued if locked[job_id].deaths >= SUSPECT_DEATHS]
+    now = at or database_time(conn)
     for some in chunked(queued):
         conn.execute(
             update(Job)
             .where(Job.id.in_(some))
-            .values(state=JobState.CANCELLED, cancel_requested=True, finished_at=at or utcnow())
+            .values(state=JobState.CANCELLED, cancel_requested=True, finished_at=now)
         )
         announce_jobs(conn, some)
     mark_unpublished(conn, undelivered)

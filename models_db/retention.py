@@ -16,8 +16,8 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, exists, 
 from sqlalchemy.orm import aliased
 
 from models_db.archive import Archive, Keep, archived, open_archive
-from models_db.base import utcnow
 from models_db.callbacks import Callback, CallbackState
+from models_db.clock import database_time
 from models_db.door_tables import ApiBatch, StoredFile
 from models_db.errors import InvalidValueError
 from models_db.retention_files import old_file, prune_files, unwritten
@@ -99,7 +99,10 @@ def prune(
         )
     if dry_run:
         return _count(engine, cut, minutes_cut, files_cut)
-    catch_up(engine, max(cut, now or utcnow()))
+    if now is None:
+        with reading(engine) as conn:
+            now = database_time(conn)
+    catch_up(engine, max(cut, now))
     transaction(engine, partial(close_before, moment=cut))
     with open_archive(archive) as into:
         jobs = attempts = results = 0

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from models_db.base import MARIADB_TABLE, Base, UTCDateTime, utcnow
 from models_db.callbacks import announce_jobs, insert_job_callbacks
+from models_db.clock import database_time
 from models_db.dialects import chunked, insert_rows
 from models_db.jobs import job_results
 from models_db.open_batches import require_open
@@ -74,7 +75,7 @@ def insert_reused(conn: Connection, jobs: Sequence[ReusedJob], at: datetime | No
         BatchClosedError: their batch is being cancelled, or has ended.
     """
     require_open(conn, (reused.job.batch_id for reused in jobs))
-    now = at or utcnow()
+    now = at or database_time(conn)
     answers = job_results(conn, [reused.source for reused in jobs])
     ready = [reused for reused in jobs if reused.source in answers]
     insert_rows(

@@ -22,6 +22,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, or_, select, update
 
 from models_db.base import Base
+from models_db.clock import database_time
 from models_db.dialects import chunked, insert_or_ignore, insert_rows
 from models_db.rollup_queries import hours, minutes, new_classes
 from models_db.rollup_tables import (
@@ -74,7 +75,7 @@ def rolled_until(conn: Connection) -> datetime | None:
 
 def advance(
     conn: Connection,
-    now: datetime,
+    now: datetime | None = None,
     *,
     longest: timedelta = timedelta(days=1),
     with_present: bool = False,
@@ -83,7 +84,12 @@ def advance(
 
     Leaves it to someone else who is at it. ``with_present`` also computes the part of the present minute that is
     there, which is then computed again.
+
+    Args:
+        now: the present by the database's clock when unset. Ends of jobs have its time: by a host's clock that is
+            ahead, minutes would be done for good before what belongs to them has happened.
     """
+    now = now or database_time(conn)
     if not with_present and not _due(_read_mark(conn).done, now):
         return False
     _ensure_mark(conn)
@@ -98,7 +104,7 @@ def advance(
 
 def advance_aside(
     engine: Engine,
-    now: datetime,
+    now: datetime | None = None,
     *,
     longest: timedelta = timedelta(days=1),
     with_present: bool = False,
@@ -111,6 +117,7 @@ def advance_aside(
     if engine.dialect.name != "sqlite":
         return transaction(engine, partial(advance, now=now, longest=longest, with_present=with_present))
     with reading(engine) as conn:
+        now = now or database_time(conn)
         mark = _read_mark(conn)
     if not with_present and not _due(mark.done, now):
         return False
@@ -133,13 +140,16 @@ def advance_aside(
 
 def catch_up(
     engine: Engine,
-    now: datetime,
+    now: datetime | None = None,
     *,
     with_present: bool = False,
     longest: timedelta = timedelta(days=1),
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Advance to ``now`` in as many transactions as it takes, waiting for others who are at it."""
+    """Advance to ``now`` in as many transactions as it takes, waiting for others who are at it. See ``advance``."""
+    if now is None:
+        with reading(engine) as conn:
+            now = database_time(conn)
     while True:
         while advance_aside(engine, now, longest=longest, with_present=with_present):
             pass

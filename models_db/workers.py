@@ -163,7 +163,7 @@ def set_worker_state(
             "config": dict(details.config),
         }
     if state in _ENDED:
-        values["stopped_at"] = at or utcnow()
+        values["stopped_at"] = database_now() if at is None else at
     statement = update(Worker).where(Worker.id == worker_id, Worker.state.not_in(_ENDED)).values(**values)
     return conn.execute(statement).rowcount == 1
 

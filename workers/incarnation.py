@@ -19,7 +19,6 @@ from celery.utils.log import get_logger
 from sqlalchemy import Connection, select
 
 from backend.api import Backend, BackendStats, TokenmillError
-from models_db.base import utcnow
 from models_db.callbacks import callback_counts
 from models_db.deaths import HELD_FOR_DEAD, absolve
 from models_db.errors import WriterStoppedError
@@ -322,7 +321,9 @@ class Incarnation:
             return
         if sample := self._sampler.sample(self._clock(), self._backend.stats()):
             with suppress(WriterStoppedError):
-                self._db.sample(sample)
+                self._db.sample(
+                    replace(sample, sampled_at=self._db.now())
+                )  # by the clock of all stored times
 
     def _callbacks(self) -> Mapping[str, int] | None:
         """For the metrics, on their thread; ``None`` where there are none, or the database has no time for it."""
@@ -344,9 +345,7 @@ class Incarnation:
             return
         self._behind = False
         with suppress(WriterStoppedError):
-            self._rolling = self._upkeep.submit(
-                partial(advance_aside, now=utcnow(), longest=_ROLL_UP_AT_ONCE)
-            )
+            self._rolling = self._upkeep.submit(partial(advance_aside, longest=_ROLL_UP_AT_ONCE))
             self._rolling.add_done_callback(self._on_rolled_up)
 
     def _roll_up_present(self) -> None:
@@ -354,9 +353,7 @@ class Incarnation:
         if self._db is None:
             return
         with suppress(WriterStoppedError):
-            rolled = self._db.call(
-                lambda conn: advance(conn, utcnow(), longest=_ROLL_UP_AT_ONCE, with_present=True)
-            )
+            rolled = self._db.call(partial(advance, longest=_ROLL_UP_AT_ONCE, with_present=True))
             rolled.add_done_callback(self._on_rolled_up)
 
     def _on_rolled_up(self, future: Future[bool]) -> None:

@@ -29,6 +29,7 @@ from celery.utils.log import get_logger
 from sqlalchemy import Connection, select
 
 from models_db.base import utcnow
+from models_db.clock import database_time
 from models_db.dead_letters import store_dead_letters
 from models_db.deaths import SUSPECT_DEATHS, Burial, bury
 from models_db.errors import WriterStoppedError
@@ -408,9 +409,11 @@ class Sweeper:
 
 def _burial(worker_id: str, at: datetime | None = None) -> Callable[[Connection], Burial]:
     """Buries a worker; run again after a commit whose answer was lost, it says what that has done."""
-    now, tries = at or utcnow(), itertools.count()
+    now, tries = at, itertools.count()
 
     def work(conn: Connection) -> Burial:
+        nonlocal now
+        now = now or database_time(conn)
         return bury(conn, worker_id, now=now, replay=next(tries) > 0)
 
     return work

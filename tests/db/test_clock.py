@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 
+from backend.api import BackendStats
 from models_db import writer
 from models_db.base import utcnow
+from models_db.batches import create_batch, finish_batch_if_done
 from models_db.claims import ClaimItem, ClaimKind
 from models_db.clock import MAX_AGE_S, DatabaseClock, database_time
+from models_db.dead_letters import NewDeadLetter, store_dead_letters
 from models_db.jobs import insert_jobs, job_status, request_cancel, retry_failed
-from models_db.tables import Attempt, Job, JobState
+from models_db.reuse import ReusedJob, insert_reused
+from models_db.rollup_tables import JobMinute
+from models_db.rollups import rolled_until
+from models_db.tables import Attempt, Batch, BatchState, EngineSample, Job, JobState, Worker, WorkerState
+from models_db.upkeep import UpkeepThread
+from models_db.workers import set_worker_state
 from models_db.writer import DatabaseThread
-from tests.db.helpers import T0, add_workers, new_job
+from tests.db.helpers import T0, add_jobs, add_workers, claim_one, finish_one, new_job
 from workers.client import Client, sync
+from workers.incarnation import Incarnation, Sampler, new_worker
 from workers.settings import load_settings
+from workers.sweeper import _burial
 
 LIMIT_S = 20
 WRONG = pytest.mark.parametrize("hours", [1, -1], ids=["an hour ahead", "an hour behind"])
@@ -151,3 +162,91 @@ def test_a_retry_keeps_a_deadline_that_has_not_passed_on_the_database(db, monkey
         retry_failed(conn, ids=["j"], states=[JobState.CANCELLED])
         assert conn.scalar(select(Job.deadline_at)) is not None
         assert job_status(conn, "j").state is JobState.QUEUED
+
+
+def set_host_clock(hours, monkeypatch):
+    """The wall clock of this host is wrong from now on; the database's is not."""
+
+    class HostTime(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    monkeypatch.setattr("models_db.base.datetime", HostTime)
+    assert not close(utcnow(), datetime.now(UTC))
+
+
+class Idle:
+    """A backend that has done nothing."""
+
+    def stats(self):
+        return BackendStats()
+
+
+@WRONG
+def test_a_worker_with_a_wrong_clock_rolls_up_every_end_and_dates_its_samples_by_the_databases(
+    db, hours, monkeypatch
+):
+    set_host_clock(hours, monkeypatch)
+    settings = load_settings(model="echo", backend="echo", sample_interval_s=1)
+    incarnation = Incarnation(
+        settings, new_worker(settings), on_cancel=lambda ids: None, on_dead=lambda error: None
+    )
+    add_workers(db, incarnation.id)
+    thread, upkeep = DatabaseThread(db, incarnation.id), UpkeepThread(db)
+    incarnation._db, incarnation._upkeep = thread, upkeep
+    incarnation._backend, incarnation._sampler = Idle(), Sampler(incarnation.id, 0.0, BackendStats())
+    thread.start()
+    upkeep.start()
+    counted = []
+    try:
+        thread.heartbeat(1).result(LIMIT_S)  # with which the clock is read, long before the first sample
+        for number in range(3):
+            with db.begin() as conn:
+                insert_jobs(conn, [new_job(f"j{number}", created_at=database_time(conn))])
+                request_cancel(conn, [f"j{number}"])
+            incarnation._sample()
+            incarnation._roll_up()
+            incarnation._rolling.result(LIMIT_S)
+            incarnation._roll_up_present()
+            thread.call(rolled_until).result(LIMIT_S)
+            with db.connect() as conn:
+                counted.append(conn.scalar(select(func.sum(JobMinute.cancelled))))
+    finally:
+        upkeep.stop(LIMIT_S)
+        thread.stop(drain=True, timeout_s=LIMIT_S)
+    assert counted == [1, 2, 3]
+    with db.connect() as conn:
+        assert all(close(at, datetime.now(UTC)) for at in conn.scalars(select(EngineSample.sampled_at)))
+        assert conn.scalar(select(func.count()).select_from(EngineSample)) == 3
+
+
+@WRONG
+def test_whatever_ends_a_job_a_batch_or_a_worker_dates_it_by_the_databases_clock(db, hours, monkeypatch):
+    set_host_clock(hours, monkeypatch)
+    add_workers(db, "dies", "stops")
+    add_jobs(db, "answered", "lost", "cancelled", "unreadable")
+    claim_one(db, "answered", "stops")
+    finish_one(db, "answered", 1, "stops", now=datetime.now(UTC))  # as the database thread does
+    claim_one(db, "lost", "dies")
+    bury = _burial("dies")
+    with db.begin() as conn:
+        bury(conn)
+        set_worker_state(conn, "stops", WorkerState.STOPPED)
+        request_cancel(conn, ["cancelled"])
+        store_dead_letters(conn, [NewDeadLetter("letter", "q", "w", "no JSON", "{", job_id="unreadable")])
+        create_batch(conn, name="n", batch_id="b", state=BatchState.IN_PROGRESS)
+        insert_reused(conn, [ReusedJob(new_job("reused", batch_id="b", position=0), "answered")])
+        assert finish_batch_if_done(conn, "b") is BatchState.COMPLETED
+    with closing(db.connect()) as conn:
+        ends = {row.id: row.finished_at for row in conn.execute(select(Job.id, Job.finished_at))}
+        assert ends.pop("lost") is None, "it is queued again"
+        assert ends.keys() == {"answered", "cancelled", "unreadable", "reused"}
+        times = [
+            *ends.values(),
+            *conn.scalars(select(Attempt.ended_at)),
+            *conn.scalars(select(Worker.stopped_at)),
+            *conn.execute(select(Batch.created_at, Batch.finished_at)).one(),
+        ]
+    assert len(times) == 4 + 2 + 2 + 2
+    assert [at for at in times if not close(at, datetime.now(UTC))] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -132,25 +131,28 @@ def prune(
     """
     from dataclasses import asdict
 
+    from models_db.clock import database_time
     from models_db.retention import prune as prune_rows
+    from models_db.session import reading
 
-    now = datetime.now(UTC)
-    before = now - age(older_than, "--older-than")
-    minutes = None if minutes_older_than is None else now - age(minutes_older_than, "--minutes-older-than")
-    files = None if files_older_than is None else now - age(files_older_than, "--files-older-than")
+    jobs_age = age(older_than, "--older-than")
+    minutes_age = None if minutes_older_than is None else age(minutes_older_than, "--minutes-older-than")
+    files_age = None if files_older_than is None else age(files_older_than, "--files-older-than")
     with database(settings_from(database_url=database_url)) as engine:
+        with reading(engine) as conn:
+            now = database_time(conn)  # whose clock all stored times have
         report = prune_rows(
             engine,
-            before,
-            minutes_older_than=minutes,
-            files_older_than=files,
+            now - jobs_age,
+            minutes_older_than=None if minutes_age is None else now - minutes_age,
+            files_older_than=None if files_age is None else now - files_age,
             archive=archive,
             dry_run=dry_run,
             now=now,
         )
     others = ("dry_run", "kept")
     counts = {name.replace("_", " "): count for name, count in asdict(report).items() if name not in others}
-    if minutes is None:
+    if minutes_age is None:
         del counts["minutes"]
     verb = "would delete" if report.dry_run else "deleted"
     typer.echo(f"{verb} " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
@@ -181,11 +183,11 @@ def rollup(
     from models_db.rollups import catch_up, reopen, rolled_until
     from models_db.session import reading, transaction
 
-    start, now = moment(since, "--since"), datetime.now(UTC)
+    start = moment(since, "--since")
     with database(settings_from(database_url=database_url)) as engine:
         if start is not None:
             transaction(engine, lambda conn: reopen(conn, start))
-        catch_up(engine, now, with_present=True)
+        catch_up(engine, with_present=True)
         with reading(engine) as conn:
             mark = rolled_until(conn)
     typer.echo(f"every minute is there until {mark:%Y-%m-%d %H:%M} UTC, and what there is of the present")
