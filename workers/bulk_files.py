@@ -42,6 +42,9 @@ def open_input(path: str) -> Iterator[IO[bytes]]:
                 file.seek(0)
             else:
                 file = stack.enter_context(open(path, "rb"))
+                if not file.seekable():
+                    fix = "Save it in a file, or give - and pipe it in"
+                    raise RequestError(f"{path} is a pipe, which is read once only", field="INPUT", fix=fix)
             begins = file.read(16)
             file.seek(0)
         except OSError as error:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from contextlib import suppress
 from inspect import getdoc
 from typing import Annotated
 
 import typer
 
 from workers.cli import bench, bulk, callbacks, db, demo, doctor, job, serve, stats, submit, top, worker
-from workers.cli.common import EXIT_CODES, CommandGroup
+from workers.cli.common import EXIT_CODES, CommandGroup, ExitCode, complete_streams
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -65,4 +68,10 @@ app.add_typer(bench.app, name="bench", help=getdoc(bench.bench))
 
 def main() -> None:
     """The console script."""
-    app(prog_name="tokenmill")
+    complete_streams()
+    try:
+        app(prog_name="tokenmill")
+    except Exception:
+        with suppress(OSError):  # whoever is to read it may be gone, and the status still tells
+            traceback.print_exc()
+        sys.exit(ExitCode.CRASHED)

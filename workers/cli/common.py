@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,12 +30,13 @@ class ExitCode(IntEnum):
     USAGE = 2  # a wrong option, a bad request or a bad input file; nothing was started
     UNAVAILABLE = 3  # settings, Redis, the database, its schema or the model do not allow the work
     TIMEOUT = 4  # the time given with --timeout is over; the job goes on
+    CRASHED = 70  # an error of ours, with a traceback; Python's own 1 would pass for failed lines
     INTERRUPTED = 130  # Ctrl-C
 
 
 EXIT_CODES = (
     "Exit status: 0 done · 1 some of the work failed · 2 wrong option or bad input, nothing started · "
-    "3 settings, Redis, database or model not usable · 4 timed out · 130 interrupted."
+    "3 settings, Redis, database, model or output not usable · 4 timed out · 70 crashed · 130 interrupted."
 )
 
 BrokerOption = Annotated[
@@ -59,7 +61,16 @@ ChatOption = Annotated[
 
 
 _NOT_WRITABLE = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.EPIPE,
+    }
 )
 
 
@@ -73,26 +84,56 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            _say("interrupted")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         except (TokenmillError, DatabaseError) as error:
-            typer.echo(f"error: {error}", err=True)
+            _say(f"error: {error}")
             raise typer.Exit(exit_code_for(error)) from None
         except OSError as error:
             if error.errno not in _NOT_WRITABLE:
                 raise
             where = error.filename or "standard output or a temporary file"
-            typer.echo(
+            _say(
                 f"error: {where} cannot be written ({error.strerror}). Make room or correct its rights, or write "
-                "elsewhere",
-                err=True,
+                "elsewhere"
             )
+            if error.errno == errno.EPIPE:
+                _fall_silent()
             raise typer.Exit(ExitCode.UNAVAILABLE) from None
         except UnicodeEncodeError as error:
             if "surrogates" not in error.reason:
                 raise
-            typer.echo("error: an argument holds bytes that are no UTF-8. Write it in UTF-8", err=True)
+            _say("error: an argument holds bytes that are no UTF-8. Write it in UTF-8")
             raise typer.Exit(ExitCode.USAGE) from None
+
+
+def _say(text: str) -> None:
+    """Tell what ended the command; where nobody can be told any more, the exit status does."""
+    try:
+        typer.echo(text, err=True)
+    except OSError:
+        _fall_silent()
+
+
+def _fall_silent() -> None:
+    """What is left in the buffers of a broken stream would fail once more at the very end, with a status of its own."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def complete_streams() -> None:
+    """Open what a scheduler may have left closed of standard input, output and error: to nothing.
+
+    Else the next file or socket would take their place, and be written to.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def exit_code_for(error: Exception) -> ExitCode:
@@ -168,8 +209,14 @@ def errors() -> Console:
 def _console(terminal: bool, *, stderr: bool) -> Console:
     from rich.console import Console
 
+    class Ours(Console):
+        """Lets a pipe that nobody reads any more end the command as any other output that cannot be written."""
+
+        def on_broken_pipe(self) -> None:
+            raise  # what is being handled; Rich would exit with 1, which means failed lines
+
     # In a file or a pipe nothing must be cut or wrapped at an imagined width.
-    return Console(stderr=stderr, highlight=False, soft_wrap=not terminal, width=None if terminal else 160)
+    return Ours(stderr=stderr, highlight=False, soft_wrap=not terminal, width=None if terminal else 160)
 
 
 def one_of(value: str, allowed: Sequence[str], option: str) -> Any:
@@ -215,6 +262,7 @@ __all__ = [
     "ExitCode",
     "JsonOption",
     "ModelOption",
+    "complete_streams",
     "console",
     "database",
     "errors",
