@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,9 @@ from backend.api import FinishReason, RequestError
 from models_db.batch_rows import BatchRow, iter_batch_rows
 from models_db.scratch import scratch_file
 from models_db.tables import JobState
+from workers.atomic_files import atomic_write, check_writable
 from workers.bulk_input import CarriedLine, free_names
+from workers.bulk_tables import json_safe
 
 _OTHER_FORMATS = frozenset({".parquet", ".pq", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".xz", ".bz2", ".zip"})
 _OF_ERRORS = ("line", "state", "error")  # a line of errors has these beside what an answer may have
@@ -78,18 +79,20 @@ def check_output(output: Path, source: Path | None = None) -> None:
     if str(output) == "-":
         raise refused("would be standard output, and failures go beside the answers", "Name a file")
     folder = output.absolute().parent
-    if not folder.is_dir():
-        raise refused(f"needs the folder {folder}, which does not exist", f"Make it: mkdir -p {folder}")
-    if output.is_dir():
-        raise refused("is a folder", "Name a file in it")
-    if output.suffix.lower() in _OTHER_FORMATS:
-        raise refused("would hold JSON lines under a name that says otherwise", "Call it NAME.jsonl")
-    for target in (path.resolve() for path in _written(output)):
-        # The finished file takes the place of what is there, and a device must not be lost to that.
-        if target.exists() and not target.is_file():
-            raise refused(f"would replace {target}, which is no plain file", "Choose another name")
-    if not os.access(folder, os.W_OK):
-        raise refused(f"lies in the folder {folder}, which is not writable", "Choose another one")
+    try:
+        if not folder.is_dir():
+            raise refused(f"needs the folder {folder}, which does not exist", f"Make it: mkdir -p {folder}")
+        if output.is_dir():
+            raise refused("is a folder", "Name a file in it")
+        if output.suffix.lower() in _OTHER_FORMATS:
+            raise refused("would hold JSON lines under a name that says otherwise", "Call it NAME.jsonl")
+        for target in (path.resolve() for path in _written(output)):
+            # The finished file takes the place of what is there, and a device must not be lost to that.
+            if target.exists() and not target.is_file():
+                raise refused(f"would replace {target}, which is no plain file", "Choose another name")
+        check_writable(*_written(output))
+    except OSError as error:
+        raise refused(f"cannot be written ({error.strerror})", "Choose another place or name") from None
     if source is not None:
         check_not_input(output, source)
 
@@ -202,7 +205,11 @@ def write_rows(
 
 
 def _as_line(made: Mapping[str, Any]) -> str:
-    text = json.dumps(made, ensure_ascii=False)
+    try:
+        text = json.dumps(made, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a bad line may carry what is not a number, for which JSON has no word
+        made = json_safe(made)
+        text = json.dumps(made, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # a bad line may carry half a character, which only an escape can name
@@ -283,41 +290,6 @@ def error_of(row: BatchRow) -> dict[str, str]:
     return {"code": row.error_type or code, "message": row.error_message or message}
 
 
-@contextmanager
-def atomic_write(*paths: Path, first: Callable[[], object] | None = None) -> Iterator[Sequence[IO[str]]]:
-    """Text files that replace ``paths``, in this order, when the block ends well, and otherwise leave no trace.
-
-    Args:
-        first: called when all of them are on the disk, before the first one is replaced.
-    """
-    drafts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths}
-    names: dict[str | None, Path] = {str(draft): path for path, draft in drafts.items()}
-    names[None] = paths[0]  # a full disk does not say what was to be written
-    try:
-        with ExitStack() as stack:
-            files = [
-                stack.enter_context(draft.open("w", encoding="utf-8", newline="\n"))
-                for draft in drafts.values()
-            ]
-            yield files
-            for path, file in zip(paths, files, strict=True):
-                names[None] = path
-                file.flush()
-                os.fsync(file.fileno())
-        if first is not None:
-            first()
-        for path, draft in drafts.items():
-            os.replace(draft, path)
-    except OSError as error:
-        # What has no number is none of the system's.
-        if error.errno is not None and error.filename in names:
-            error.filename = str(names[error.filename])
-        raise
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
-
-
 class _Carried:
     """Walks the input beside the rows: both are in the order of their line numbers."""
 
@@ -343,21 +315,21 @@ class _CarriedAnywhere:
 
     def __init__(self, lines: Iterator[CarriedLine]) -> None:
         self._lines = scratch_file()
-        self._lines.execute("CREATE TABLE carried (line INTEGER PRIMARY KEY, custom_id TEXT, extra TEXT)")
+        self._lines.execute("CREATE TABLE carried (line INTEGER PRIMARY KEY, kept TEXT)")
         with self._lines:
             self._lines.executemany(
-                "INSERT INTO carried VALUES (?, ?, ?)",
-                ((line.line, line.custom_id, json.dumps(dict(line.extra))) for line in lines),
+                "INSERT INTO carried VALUES (?, ?)",
+                # The id as JSON, too: that of a bad line may be text that no database takes.
+                ((line.line, json.dumps([line.custom_id, dict(line.extra)])) for line in lines),
             )
 
     def extra_of(self, row: BatchRow) -> Mapping[str, Any] | None:
         """See ``_Carried``."""
-        select = "SELECT custom_id, extra FROM carried WHERE line = ?"
-        found = self._lines.execute(select, (row.position,)).fetchone()
-        if found is None or found[0] != row.custom_id:
+        found = self._lines.execute("SELECT kept FROM carried WHERE line = ?", (row.position,)).fetchone()
+        if found is None:
             return None
-        extra: Mapping[str, Any] = json.loads(found[1])
-        return extra
+        custom_id, extra = json.loads(found[0])
+        return extra if custom_id == row.custom_id else None
 
     def close(self) -> None:
         """Remove the temporary file."""

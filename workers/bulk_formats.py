@@ -28,11 +28,12 @@ from workers.bulk_input import (
     is_field,
     numbered,
     parse_object,
+    payload_of,
     raw_lines,
     read_carried,
 )
 from workers.bulk_tables import TableRow, as_text, column_names, json_safe, other_separator, table_rows
-from workers.payload import BULK_PRIORITY, GeneratePayload
+from workers.payload import BULK_PRIORITY
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.errors import ApiError
 from workers.serve.requests import parse_chat, parse_completion, refuse_in_batch
@@ -258,7 +259,7 @@ def _parse_openai(
             raise RequestError(
                 "a line gives one answer", field="n", value=len(more) + 1, fix="Send more lines"
             )
-        payload = GeneratePayload.parse(fields | {"priority": BULK_PRIORITY} | ours | {"custom_id": named})
+        payload = payload_of(fields | {"priority": BULK_PRIORITY} | ours | {"custom_id": named})
         if options.check is not None:
             options.check(payload)
     except ApiError as error:

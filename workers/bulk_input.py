@@ -19,7 +19,7 @@ from typing import IO, Any
 from backend.api import RequestError, check_text
 from models_db.scratch import scratch_file
 from workers.chunks import take_chunk
-from workers.payload import BULK_PRIORITY, GeneratePayload
+from workers.payload import BULK_PRIORITY, GeneratePayload, NewerPayloadError
 
 OUTPUT_FIELDS = (
     "custom_id",
@@ -44,6 +44,7 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _LOOKED_UP = 200  # ids a look at those seen before
 SHOWN_ERRORS = 20
 MAX_LINE_BYTES = 64 * 1024 * 1024  # a file without line breaks must not fill the memory
+MAX_DEPTH = 200  # objects and lists within each other; Python gives up far beyond, at no fixed place
 
 
 class BulkInputError(RequestError):
@@ -163,8 +164,11 @@ def parse_line(
     try:
         text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         data = _STRICT.decode(text)
+        if _too_deep(raw, data):
+            raise RecursionError
     except RecursionError:
-        return LineError(number, "is nested too deeply. Flatten it", "malformed_json")
+        why = f"is nested too deeply: more than {MAX_DEPTH} levels. Flatten it"
+        return LineError(number, why, "malformed_json")
     except UnicodeDecodeError as error:
         return LineError(number, f"is not UTF-8 at byte {error.start}. Re-encode the file", "malformed_json")
     except json.JSONDecodeError as error:  # its own words count lines within this one
@@ -192,14 +196,29 @@ def parse_object(number: int, data: Mapping[str, Any], options: LineOptions) -> 
         for key, value in extra.items():
             _check_extra(key, value, strict=options.strict)
         fields = dict(options.defaults) | {key: value for key, value in data.items() if key in _FIELDS}
-        payload = GeneratePayload.parse(
-            {"priority": BULK_PRIORITY} | (as_chat(fields) if options.chat else fields)
-        )
+        payload = payload_of({"priority": BULK_PRIORITY} | (as_chat(fields) if options.chat else fields))
         if options.check is not None:
             options.check(payload)
     except RequestError as error:
         return LineError(number, str(error), error.code, named)
     return BulkLine(number, payload, extra)
+
+
+def payload_of(fields: Mapping[str, Any]) -> GeneratePayload:
+    """The payload with these fields.
+
+    Raises:
+        RequestError: one of them cannot be right.
+    """
+    try:
+        return GeneratePayload.parse(fields)
+    except NewerPayloadError as error:  # for a worker, which waits for a newer one; a line was written for us
+        raise RequestError(
+            "is the payload's, and must be 1",
+            field="version",
+            value=error.version,
+            fix="Leave it out; a key of your own that is to be carried through needs another name",
+        ) from None
 
 
 def as_chat(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,9 +266,25 @@ def read_carried(file: IO[bytes]) -> Iterator[CarriedLine]:
             data = json.loads((raw or b"").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError):
             continue
-        if isinstance(data, dict):
+        if isinstance(data, dict) and not _too_deep(raw or b"", data):
             extra = {key: value for key, value in data.items() if key not in _FIELDS}
-            yield CarriedLine(number, data.get("custom_id"), extra)
+            custom_id = data.get("custom_id")
+            yield CarriedLine(number, custom_id if isinstance(custom_id, str) else None, extra)
+
+
+def _too_deep(raw: bytes, data: object) -> bool:
+    """Whether more than ``MAX_DEPTH`` objects and lists lie within each other."""
+    if raw.count(b"{") + raw.count(b"[") <= MAX_DEPTH:
+        return False
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        within = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        ]
+        level = [value for values in within for value in values if isinstance(value, dict | list)]
+    return bool(level)
 
 
 class _SeenIds:
@@ -344,7 +379,13 @@ def check_misspelt(key: str) -> None:
 
 def _check_extra(key: str, value: Any, *, strict: bool) -> None:
     """Refuse a key that is not a field of the payload and must not be carried through."""
-    check_text(json.dumps([key, value], ensure_ascii=False), key)
+    try:
+        text = json.dumps([key, value], ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise RequestError(
+            "holds a number beyond what a double can hold", field=key, fix="Write it as text"
+        ) from None
+    check_text(text, key)
     if strict:
         raise RequestError(
             "unknown field", field=key, fix="Remove it, or run without --strict to carry it through"

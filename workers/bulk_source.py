@@ -21,6 +21,7 @@ from workers.bulk_input import (
     Validated,
     distinct,
     is_field,
+    payload_of,
     validate,
 )
 from workers.payload import GeneratePayload
@@ -132,7 +133,7 @@ def check_defaults(options: LineOptions, shape: Shape, names: Mapping[str, str])
                 raise RequestError(fault, field=option)
             continue
         try:
-            payload = GeneratePayload.parse(row)
+            payload = payload_of(row)
             if options.check is not None:
                 options.check(payload)
         except RequestError as error:

@@ -37,7 +37,7 @@ def test_answers_that_find_no_room_are_written_later(tmp_path: Path, monkeypatch
         command = ["bulk", "export", batch_id, "-o", str(output)]
         command += ["--database-url", fleet.settings.database_url]
         with monkeypatch.context() as patch:
-            patch.setattr("workers.bulk_export.os.fsync", full)
+            patch.setattr("workers.atomic_files.os.fsync", full)
             done = CliRunner().invoke(app, command)
         assert done.exit_code == ExitCode.UNAVAILABLE
         said = " ".join(done.stderr.split())

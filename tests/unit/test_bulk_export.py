@@ -20,7 +20,6 @@ from models_db.tables import JobState
 from workers import bulk_export
 from workers.bulk_export import (
     Exported,
-    atomic_write,
     check_output,
     errors_path_for,
     export_batch,
@@ -49,16 +48,26 @@ def row(
 
 
 def export(
-    rows: list[BatchRow], output: Path, monkeypatch: pytest.MonkeyPatch, source: bytes | None = None
+    rows: list[BatchRow],
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: bytes | None = None,
+    *,
+    by_completion: bool = False,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     monkeypatch.setattr(bulk_export, "iter_batch_rows", lambda connection, batch_id, **_: iter(rows))
     file = None if source is None else io.BytesIO(source)
-    export_batch(None, "batch", output, carried=None if file is None else read_carried(file))  # type: ignore[arg-type]
+    carried = None if file is None else read_carried(file)
+    export_batch(None, "batch", output, carried=carried, by_completion=by_completion)  # type: ignore[arg-type]
     return lines(output), lines(errors_path_for(output))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in path.read_text(encoding="utf-8").split("\n")
+        if line
+    ]
 
 
 def test_results_and_errors_keep_the_order_of_the_input(
@@ -162,7 +171,7 @@ def test_where_a_manifest_is_it_counts_the_files_beside_it(
 
     night(YESTERDAY, output, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("workers.bulk_export.os.replace", replace)
+        patch.setattr("workers.atomic_files.os.replace", replace)
         if replaced < 3:
             with pytest.raises(KeyboardInterrupt):
                 night(TONIGHT, output, patch)
@@ -190,7 +199,7 @@ def test_a_disk_that_is_full_leaves_all_old_files_as_they_are(
     night(YESTERDAY, output, monkeypatch)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr("workers.bulk_export.os.fsync", fsync)
+        patch.setattr("workers.atomic_files.os.fsync", fsync)
         with pytest.raises(OSError, match="No space") as full:
             night(TONIGHT, output, patch)
     paths = (errors_path_for(output), output, manifest_path_for(output))
@@ -203,6 +212,13 @@ def test_no_file_takes_the_place_of_what_is_no_plain_file(tmp_path: Path, name: 
     (tmp_path / name).mkdir()
     with pytest.raises(RequestError, match=r"^--output: .*out\.jsonl (is a folder|would replace)"):
         check_output(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("name", ["n" * 235 + ".jsonl", "n" * 245 + ".jsonl", "n" * 260, "é" * 125])
+def test_a_name_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RequestError, match=r"^--output: .* cannot be written \(File name too long\)"):
+        check_output(tmp_path / name)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_carried_keys_are_not_lost_to_the_fields_of_an_error(
@@ -222,14 +238,6 @@ def test_carried_keys_are_not_lost_to_the_fields_of_an_error(
     }.items() <= failure.items()
 
 
-def test_an_atomic_file_shows_nothing_before_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with atomic_write(path) as (file,):
-        file.write("whole")
-        assert not path.exists()
-    assert path.read_text() == "whole"
-
-
 def test_lines_gone_bad_since_validation_carry_nothing() -> None:
     file = io.BytesIO(b'{"custom_id": "a", "x": 1}\n\xff\n[1]\n{"custom_id": "b", "y": 2}\n')
     assert [(line.line, line.custom_id, line.extra) for line in read_carried(file)] == [
@@ -244,6 +252,37 @@ def test_half_a_character_in_a_bad_line_does_not_cost_the_export(
     source = b'{"custom_id": "line-1", "note": "\\ud800"}\n'
     _, failures = export([row(1, text=None)], tmp_path / "out.jsonl", monkeypatch, source)
     assert failures[0]["note"] == "\ud800"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_is_not_a_number_leaves_the_files_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    source = f'{{"custom_id": "line-1", "score": {number}, "all": [0.5, {{"least": {number}}}]}}\n'.encode()
+    for state in (JobState.FAILED, JobState.SUCCEEDED):
+        both = export([row(1, state=state)], tmp_path / "out.jsonl", monkeypatch, source)
+        (line,) = [line for some in both for line in some]
+        assert (line["score"], line["all"]) == (None, [0.5, {"least": None}])
+
+
+@pytest.mark.parametrize("by_completion", [False, True])
+@pytest.mark.parametrize("custom_id", ["[]", '{"a": 1}', "7", "1" * 30, "true", "null", r'"\ud800"'])
+def test_an_id_that_is_no_text_does_not_cost_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, custom_id: str, by_completion: bool
+) -> None:
+    source = f'{{"custom_id": {custom_id}, "n": 1}}\n{{"custom_id": "line-2", "n": 2}}\n'.encode()
+    rows = [row(2), row(1, text=None, custom_id=None)]
+    answers, failures = export(
+        rows if by_completion else rows[::-1],
+        tmp_path / "out.jsonl",
+        monkeypatch,
+        source,
+        by_completion=by_completion,
+    )
+    assert [line["n"] for line in answers] == [2]
+    assert [(line["custom_id"], line.get("n")) for line in failures] == [
+        (None, None if "ud800" in custom_id else 1)
+    ]
 
 
 def test_what_a_deadline_or_a_cancel_left_of_an_answer_is_in_the_errors(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import threading
 import tracemalloc
 from typing import Any
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 from backend.api import UnknownModelError
 from workers import bulk_input
 from workers.bulk_input import (
+    MAX_DEPTH,
     BulkInputError,
     BulkLine,
     LineError,
     LineOptions,
     distinct,
     parse_line,
+    read_carried,
     read_lines,
     validate,
 )
@@ -125,6 +128,10 @@ def test_other_keys_are_carried_through() -> None:
         ({"custom_id": "a", "prompt": "a\x00b"}, "prompt: contains a NUL character at position 1"),
         ({"custom_id": "a", "prompt": "\ud800"}, "prompt: contains a lone surrogate"),
         ({"custom_id": "a", "prompt": "x", "note": "\ud800"}, "note: contains a lone surrogate"),
+        (
+            {"custom_id": "a", "prompt": "x", "version": 2},
+            "version: is the payload's, and must be 1 (got 2). Leave",
+        ),
         ({"custom_id": "a", "prompt": 5}, "prompt: must be text"),
         ({"custom_id": "a", "prompt": "x", "max_tokens": 0}, "max_tokens:"),
         ({"custom_id": "a", "prompt": "x", "temperature": -1}, "temperature:"),
@@ -140,12 +147,28 @@ def test_other_keys_are_carried_through() -> None:
         ('{"custom_id": "a", "prompt": "x", "prompt": "y"}', "the key 'prompt' comes twice"),
         (b'{"custom_id": "\xff"}', "is not UTF-8 at byte 15"),
         ("[" * 100_000, "nested too deeply"),
+        (
+            '{"custom_id": "a", "prompt": "x", "score": [1e999]}',
+            "score: holds a number beyond what a double can",
+        ),
     ],
 )
 def test_a_bad_line_says_what_and_how_to_mend_it(line: dict[str, Any] | str | bytes, message: str) -> None:
     error = bad(line)
     assert message in error.message
     assert error.line == 1
+
+
+def test_nesting_is_refused_long_before_python_gives_up_on_it() -> None:
+    """Else the same line passes here and is too deep for whoever reads or writes it from further down the stack."""
+    inside = MAX_DEPTH - 1  # of the line's own object
+    deepest = one('{"custom_id": "a", "prompt": "[[{{", "tree": ' + "[" * inside + "]" * inside + "}")
+    assert json.dumps(deepest.extra["tree"]).count("[") == inside
+    for opening, closing in (("[", "]"), ('{"a": ', "}")):
+        for levels in range(inside + 1, sys.getrecursionlimit() + 2):
+            line = '{"prompt": "x", "tree": ' + opening * levels + "1" + closing * levels + "}"
+            assert "nested too deeply" in bad(line).message
+            assert list(read_carried(file_of(line))) == []
 
 
 def test_strict_refuses_every_unknown_key() -> None:

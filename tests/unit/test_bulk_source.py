@@ -32,6 +32,7 @@ def check(shape: Shape | None = None, /, **defaults: Any) -> None:
         ({"temperature": 500}, "^--temperature: must be at most 100"),
         ({"max_tokens": 0}, "^--max-tokens: must be at least 1"),
         ({"stop": [""]}, "^--param stop: "),
+        ({"version": 2}, r"^--param version: is the payload.s, and must be 1"),
     ],
 )
 @pytest.mark.parametrize("shape", [Shape(), Shape("csv")])
