@@ -17,7 +17,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, Select, select
+from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, select
 
 from models_db.base import Base
 from models_db.errors import InvalidValueError
@@ -26,8 +26,12 @@ from models_db.session import transaction
 PARQUET = ".parquet"
 
 T = TypeVar("T")
-Keep = Callable[[Connection, type[Base], ColumnElement[bool]], None]
-"""Collects the rows of a table that are about to be deleted."""
+Keep = Callable[[Connection, type[Base], ColumnElement[bool]], int | None]
+"""Collects the rows of a table that are about to be deleted, and says how many; ``None`` where nothing is kept."""
+
+
+class ArrivedMeanwhileError(Exception):
+    """Somebody added rows, such as late samples, between keeping and deleting: the transaction begins anew."""
 
 
 class Archive(Protocol):
@@ -36,8 +40,8 @@ class Archive(Protocol):
     def begin(self) -> None:
         """Start a piece; what has been collected or written since the last ``settle`` is taken back."""
 
-    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
-        """Collect these rows."""
+    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> int:
+        """Collect these rows; how many."""
 
     def write(self) -> None:
         """Have the piece on disk."""
@@ -57,9 +61,26 @@ def archived(engine: Engine, archive: Archive | None, work: Callable[[Connection
         archive.write()
         return result
 
-    result = transaction(engine, attempt)
-    archive.settle()
-    return result
+    while True:
+        try:
+            result = transaction(engine, attempt)
+        except ArrivedMeanwhileError:
+            continue
+        archive.settle()
+        return result
+
+
+def move(conn: Connection, keep: Keep, table: type[Base], condition: ColumnElement[bool]) -> int:
+    """Keep the rows and delete them, just these; how many.
+
+    Raises:
+        ArrivedMeanwhileError: see there; for ``archived``.
+    """
+    kept = keep(conn, table, condition)
+    gone = conn.execute(delete(table).where(condition)).rowcount
+    if kept is not None and gone != kept:
+        raise ArrivedMeanwhileError
+    return gone
 
 
 @contextmanager
@@ -117,11 +138,13 @@ class LineArchive:
             self._file.seek(self._end)
             self._file.truncate()
 
-    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
+    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> int:
         """See ``Archive``."""
+        before = len(self._lines)
         for row in conn.execute(in_order(table, condition)).mappings():
             line = {"table": table.__tablename__} | dict(row)
             self._lines.append(json.dumps(line, ensure_ascii=True, default=_plain).encode() + b"\n")
+        return len(self._lines) - before
 
     def write(self) -> None:
         """See ``Archive``."""

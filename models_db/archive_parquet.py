@@ -69,14 +69,14 @@ class ParquetArchive:
             path.unlink()
         self._written.clear()
 
-    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> None:
+    def keep(self, conn: Connection, table: type[Base], condition: ColumnElement[bool]) -> int:
         """See ``models_db.archive.Archive``."""
         import pyarrow as pa
 
         columns = list(table.__table__.columns)
         rows = conn.execute(in_order(table, condition)).all()
         if not rows:
-            return
+            return 0
         values = zip(*rows, strict=True)
         arrays = [
             pa.array((_plain(about, value) for value in column), type=_type_of(about))
@@ -84,6 +84,7 @@ class ParquetArchive:
         ]
         made = pa.Table.from_arrays(arrays, names=[column.name for column in columns])
         self._collected.append((table.__tablename__, made))
+        return len(rows)
 
     def write(self) -> None:
         """See ``models_db.archive.Archive``."""

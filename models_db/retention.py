@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, and_, exists, func, or_, select
 from sqlalchemy.orm import aliased
 
-from models_db.archive import Archive, Keep, archived, open_archive
+from models_db.archive import Archive, Keep, archived, move, open_archive
 from models_db.callbacks import Callback, CallbackState
 from models_db.clock import database_time
 from models_db.door_tables import ApiBatch, StoredFile
@@ -234,10 +234,7 @@ def _prune_jobs(conn: Connection, keep: Keep, *, older_than: datetime, chunk: in
     ids = [job_id for job_id in found if job_id not in retried]
     if not ids:
         return _Pruned(len(found))
-    counts = []
-    for table, condition in _of_jobs(ids):
-        keep(conn, table, condition)
-        counts.append(conn.execute(delete(table).where(condition)).rowcount)
+    counts = [move(conn, keep, table, condition) for table, condition in _of_jobs(ids)]
     return _Pruned(len(found), counts[2], counts[1], counts[0])
 
 
@@ -249,11 +246,8 @@ def _prune_batches(conn: Connection, keep: Keep, *, older_than: datetime, chunk:
     ids = [batch_id for batch_id in found if batch_id not in retried]
     if not ids:
         return len(found), 0, 0
-    counts = []
-    for table, condition in ((ApiBatch, ApiBatch.batch_id.in_(ids)), (Batch, Batch.id.in_(ids))):
-        keep(conn, table, condition)
-        counts.append(conn.execute(delete(table).where(condition)).rowcount)
-    return len(found), counts[1], counts[0]
+    served = move(conn, keep, ApiBatch, ApiBatch.batch_id.in_(ids))
+    return len(found), move(conn, keep, Batch, Batch.id.in_(ids)), served
 
 
 def _retried(conn: Connection, column: Any, ids: Sequence[str]) -> set[str]:
@@ -274,17 +268,14 @@ def _prune_by_time(conn: Connection, keep: Keep, *, time: Any, before: datetime 
     oldest = conn.scalars(select(time).where(time < before).order_by(time).limit(chunk)).all()
     if not oldest:
         return 0
-    table, condition = time.class_, time <= oldest[-1]
-    keep(conn, table, condition)
-    return conn.execute(delete(table).where(condition)).rowcount
+    return move(conn, keep, time.class_, time <= oldest[-1])
 
 
 def _prune_by_id(conn: Connection, keep: Keep, *, table: Any, old: ColumnElement[bool], chunk: int) -> int:
     ids = conn.scalars(select(table.id).where(old).limit(chunk)).all()
     if not ids:
         return 0
-    keep(conn, table, table.id.in_(ids))
-    return conn.execute(delete(table).where(table.id.in_(ids))).rowcount
+    return move(conn, keep, table, table.id.in_(ids))
 
 
 def _count(

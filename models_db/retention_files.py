@@ -19,7 +19,7 @@ from sqlalchemy import (
     update,
 )
 
-from models_db.archive import Archive, Keep, archived
+from models_db.archive import Archive, Keep, archived, move
 from models_db.callbacks import Callback, CallbackState
 from models_db.door_tables import ApiBatch, FileChunk, StoredFile
 from models_db.files import PRUNED
@@ -105,8 +105,7 @@ def _delete_pieces(conn: Connection, keep: Keep, *, file_id: str) -> int | None:
     numbers = conn.scalars(query.limit(_PIECES)).all()
     if numbers:
         pieces = and_(FileChunk.file_id == file_id, FileChunk.number.in_(numbers))
-        keep(conn, FileChunk, pieces)
-        conn.execute(delete(FileChunk).where(pieces))
+        move(conn, keep, FileChunk, pieces)
     if len(numbers) == _PIECES:
         return None
     return conn.execute(delete(StoredFile).where(StoredFile.id == file_id)).rowcount

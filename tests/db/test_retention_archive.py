@@ -6,17 +6,20 @@ import gzip
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyarrow import parquet
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, select
 
 from models_db import faults, session
 from models_db.jobs import request_cancel
 from models_db.retention import prune
-from tests.db.helpers import add_jobs, at
+from models_db.tables import EngineSample
+from models_db.workers import add_samples
+from tests.db.helpers import add_jobs, add_workers, at, new_sample
 
 NAMES = ["old.jsonl", "old.jsonl.gz", "old.parquet"]
 JOBS = [f"j{number}" for number in range(7)]
@@ -28,6 +31,14 @@ def kept_jobs(path: Path) -> list[str]:
         return parquet.read_table(file).column("id").to_pylist() if file.exists() else []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return [row["id"] for row in map(json.loads, lines) if row["table"] == "job"]
+
+
+def kept_times(path: Path) -> list[datetime]:
+    if path.suffix == ".parquet":
+        return parquet.read_table(path / "engine_sample.parquet").column("sampled_at").to_pylist()
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        rows = map(json.loads, lines)
+        return [datetime.fromisoformat(row["sampled_at"]) for row in rows if row["table"] == "engine_sample"]
 
 
 @pytest.fixture
@@ -91,6 +102,39 @@ def test_a_lock_that_was_lost_leaves_no_row_twice(
     assert len(lost) == 2
     assert report.jobs == 7
     assert sorted(kept_jobs(path)) == JOBS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_that_comes_between_keeping_and_deleting_is_in_the_archive_if_it_goes(
+    db: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """From a worker that was cut off for long. On SQLite nobody can write in between."""
+    add_workers(db, "w")
+    with db.begin() as conn:
+        add_samples(conn, [new_sample("w", sampled_at=at(n)) for n in range(0, 10, 2)])
+    late: list[int] = []
+
+    def before_delete(conn: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if (
+            statement.startswith("DELETE FROM engine_sample")
+            and len(late) < 2
+            and db.dialect.name != "sqlite"
+        ):
+            late.append(2 * len(late) + 1)
+            with db.begin() as other:
+                add_samples(other, [new_sample("w", sampled_at=at(late[-1]))])
+
+    event.listen(db, "before_cursor_execute", before_delete)
+    try:
+        report = prune(db, at(7200), archive=tmp_path / name, now=at(7200))
+    finally:
+        event.remove(db, "before_cursor_execute", before_delete)
+    with db.connect() as conn:
+        left = conn.scalars(select(EngineSample.sampled_at)).all()
+    expected = sorted([*range(0, 10, 2), *late])
+    assert len(late) == (0 if db.dialect.name == "sqlite" else 2)
+    assert (left, report.samples) == ([], len(expected))
+    assert sorted(kept_times(tmp_path / name)) == [at(n) for n in expected]
 
 
 @pytest.mark.parametrize("name", NAMES)
