@@ -12,9 +12,23 @@ import select
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_Handlers: TypeAlias = "dict[signal.Signals, signal._HANDLER]"
+
+
+def _handle(by: signal._HANDLER) -> _Handlers:
+    """Handle the signals so, and return how they were handled before; nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, by) for number in _SIGNALS}
+
+
+def _put_back(before: _Handlers) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Interruptible:
@@ -25,7 +39,7 @@ class Interruptible:
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._before: _Handlers = {}
         self._wake_read, self._wake_write = -1, -1
 
     def check(self) -> None:
@@ -48,15 +62,13 @@ class Interruptible:
 
     def __enter__(self) -> Self:
         self._wake_read, self._wake_write = os.pipe()
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._before = _handle(self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _put_back(self._before)
         self._before = {}
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -66,15 +78,13 @@ class Undisturbed:
     """A ``with`` block that no Ctrl-C, SIGTERM or SIGHUP ends: for stopping what was started."""
 
     def __init__(self) -> None:
-        self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._before: _Handlers = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+        self._before = _handle(signal.SIG_IGN)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _put_back(self._before)

@@ -17,8 +17,8 @@ CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG_FILE = "tokenmill.toml"
 
 
-class FlatEngineEnv(PydanticBaseSettingsSource):
-    """Reads ``TOKENMILL_ENGINE_BLOCK_SIZE`` beside the nested spelling ``TOKENMILL_ENGINE__BLOCK_SIZE``."""
+class _WholeSource(PydanticBaseSettingsSource):
+    """One that gives all that it has at once, rather than field by field."""
 
     def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
         super().__init__(settings_cls)
@@ -26,6 +26,10 @@ class FlatEngineEnv(PydanticBaseSettingsSource):
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         return None, field_name, False
+
+
+class FlatEngineEnv(_WholeSource):
+    """Reads ``TOKENMILL_ENGINE_BLOCK_SIZE`` beside the nested spelling ``TOKENMILL_ENGINE__BLOCK_SIZE``."""
 
     def __call__(self) -> dict[str, Any]:
         prefix = f"{ENV_PREFIX}ENGINE_"
@@ -37,15 +41,8 @@ class FlatEngineEnv(PydanticBaseSettingsSource):
         return {"engine": {name: value for name, value in found.items() if value != ""}} if found else {}
 
 
-class TomlFile(PydanticBaseSettingsSource):
+class TomlFile(_WholeSource):
     """The TOML file, when there is one."""
-
-    def __init__(self, settings_cls: type[BaseSettings], environ: Mapping[str, str]) -> None:
-        super().__init__(settings_cls)
-        self._environ = environ
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False
 
     def __call__(self) -> dict[str, Any]:
         named = self._environ.get(CONFIG_VARIABLE)
