@@ -210,6 +210,12 @@ class FakeRequest:
         if not self.abandoned:
             self._end("front" if front else "back")
 
+    def abandon(self) -> None:
+        """Celery cancels it, as it does when the connection is lost."""
+        self.abandoned = True
+        assert self.delivery is not None
+        self.delivery.terminate()
+
     def _end(self, how: str) -> None:
         assert not self.ended, f"{self.id} ends twice: {self.log} then {how}"
         self.log.append(how)

@@ -93,9 +93,7 @@ def test_revoked_held_and_cancelled_deliveries_do_not_stay_either(world: World) 
     lose_database(a, on_the_way=False)
     revoked, cancelled, flagged = a.deliver("revoked"), a.deliver("cancelled"), a.deliver("flagged")
     a.table.revoke(revoked, JobState.CANCELLED)  # type: ignore[arg-type]
-    assert cancelled.delivery is not None
-    cancelled.abandoned = True
-    cancelled.delivery.terminate()
+    cancelled.abandon()
     live(world, DEAD_AFTER_S + 1)
     assert revoked.log == flagged.log == ["front"]
     assert newer.ended

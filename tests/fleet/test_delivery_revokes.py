@@ -103,9 +103,7 @@ def test_after_a_cancellation_by_celery_neither_callback_nor_acknowledgement(wor
     worker = world.worker()
     request = worker.deliver("j")
     world.run()
-    request.abandoned = True
-    assert request.delivery is not None
-    request.delivery.terminate()
+    request.abandon()
     world.run()
     assert request.log == ["accepted"]
     assert world.state("j") is JobState.QUEUED
@@ -118,9 +116,7 @@ def test_a_cancelled_delivery_leaves_the_end_to_those_that_share_its_run(world: 
     worker = world.worker()
     abandoned, other = worker.deliver("j"), worker.deliver("j")
     world.run()
-    abandoned.abandoned = True
-    assert abandoned.delivery is not None
-    abandoned.delivery.terminate()
+    abandoned.abandon()
     world.run()
     worker.backend.finish("j")
     world.run()
@@ -150,9 +146,7 @@ def test_a_delivery_that_is_cancelled_while_its_claim_is_on_the_way_is_left_alon
     worker.store.away = True
     late = worker.deliver("j")
     world.run()
-    late.abandoned = True
-    assert late.delivery is not None
-    late.delivery.terminate()
+    late.abandon()
     worker.table.run_pending()
     worker.store.settle()
     world.run()

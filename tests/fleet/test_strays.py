@@ -74,9 +74,7 @@ def test_a_release_that_fails_is_made_up_for(engine: Engine) -> None:
     world.run()
     real = worker.store.release
     worker.store.release = lambda item: failing(ValueError("nothing of it"))  # type: ignore[method-assign]
-    request.abandoned = True
-    assert request.delivery is not None
-    request.delivery.terminate()
+    request.abandon()
     world.run()
     look(worker)
     look(worker)

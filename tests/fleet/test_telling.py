@@ -151,9 +151,7 @@ def test_a_delivery_that_celery_cancels_while_it_waits_for_the_backend_is_left(e
     world.run()
     worker.backend.finish("j")
     world.run()
-    request.abandoned = True
-    assert request.delivery is not None
-    request.delivery.terminate()
+    request.abandon()
     world.run()
     assert request.log == ["accepted"]
     assert worker.table.pending == 0
