@@ -259,9 +259,8 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # the most likely alternatives, best first
-    text: str | None = (
-        None  # of the token by itself; of a part of a character it is U+FFFD. None without a tokenizer
-    )
+    # Of the token by itself; of a part of a character it is U+FFFD. None without a tokenizer.
+    text: str | None = None
     top_texts: tuple[str, ...] | None = None  # of the alternatives
 
 

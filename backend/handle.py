@@ -146,9 +146,8 @@ class GenerationHandle:
             deliver()
         except InvalidStateError:
             pass  # settled before, or the future was cancelled by its holder
-        except (
-            BaseException
-        ):  # a callback of the future's that means to exit; other errors the future logs itself
+        except BaseException:
+            # A callback of the future's that means to exit; other errors the future logs itself.
             logger.exception("what was to be called at the end of request %s failed", self.request.request_id)
         if self._chunks is not None:
             self._chunks.put(_END)

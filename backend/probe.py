@@ -92,9 +92,8 @@ def verify_paged(
     decode_steps = count - decode_from
     parts = [*errors[:-decode_steps], torch.cat(errors[-decode_steps:])]
     exact = loaded.dtype in (torch.float32, torch.float64)
-    error = (
-        torch.stack([part.max() if exact else part.median() for part in parts]).max().item()
-    )  # NaN if any is
+    # NaN if any of them is.
+    error = torch.stack([part.max() if exact else part.median() for part in parts]).max().item()
     scale = native.abs().max().item()
     if not error <= _TOLERANCE[loaded.dtype] * max(scale, 1e-6):
         raise unsupported(

@@ -28,9 +28,8 @@ class Runner(Protocol):
 class StepForward(Protocol):
     """A way to get from tokens to logits over the paged cache."""
 
-    early_launch: (
-        bool  # whether its kernels start while the one before them ends (programmatic dependent launch)
-    )
+    # Whether its kernels start while the one before them ends (programmatic dependent launch).
+    early_launch: bool
 
     def __call__(
         self,

@@ -93,9 +93,8 @@ class Sequence:
         self.sample_index = -1  # among the sampled rows of the step that is in flight
         self.row = -1  # row of per-sequence state while running
         self.row_filled = False  # whether that row has been written since admission
-        self.penalties_ready = (
-            False  # whether the device's counts in that row have been rebuilt since admission
-        )
+        # Whether the device's counts in that row have been rebuilt since admission.
+        self.penalties_ready = False
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of the full blocks of known tokens, as far as needed
         self.cached_tokens = 0

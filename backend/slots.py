@@ -34,9 +34,8 @@ class SlotLimits:
     blocks: int  # of one sequence
     logprobs: int  # alternatives reported for a token
     penalty_tokens: int  # known tokens of the sequences with penalties that are admitted in one step
-    lists: int = (
-        2 * MAX_LOGIT_BIAS + 4 * MAX_STOP_TOKEN_IDS
-    )  # words of a row's biases and of ids that are masked
+    # Words of a row's biases and of ids that are masked.
+    lists: int = 2 * MAX_LOGIT_BIAS + 4 * MAX_STOP_TOKEN_IDS
 
     @property
     def input_words(self) -> int:
@@ -109,15 +108,13 @@ class StepShape:
     num_decode: int = 0
     has_prefill: bool = False
     long_prefill: bool = False  # a few rows of many tokens prefill, so that large tiles pay
-    planned_slot: int | None = (
-        None  # the slot whose plan FlashInfer follows; without graphs nothing is planned
-    )
+    # The slot whose plan FlashInfer follows; without graphs nothing is planned.
+    planned_slot: int | None = None
     query_lengths: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     has_carry: bool = False
-    num_logprobs: int = (
-        -1
-    )  # most alternatives that a row asks for; 0: no alternatives, -1: no log-probabilities
+    # Most alternatives that a row asks for; 0: no alternatives, -1: no log-probabilities.
+    num_logprobs: int = -1
     params: NDArray[np.int32] = field(default_factory=lambda: np.empty((NUM_PARAMS, 0), dtype=np.int32))
     # Penalty rows to be rebuilt: headers from ``fresh_at`` on in the packed buffer, with borders counted from there.
     fresh: list[tuple[int, int, int, int]] = field(default_factory=list)

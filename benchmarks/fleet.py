@@ -62,9 +62,8 @@ class Load:
     submitted_per_s: float
     database_per_s: float  # the same rows, inserted by nobody else and published nowhere
     seconds: float  # from the first end to the last look
-    memory: list[
-        tuple[int, float]
-    ]  # bulk jobs done, and MiB of the worker's largest process then; each second
+    # Bulk jobs done, and MiB of the worker's largest process then; each second.
+    memory: list[tuple[int, float]]
     urgent: list[Urgent]
 
     @property

@@ -62,9 +62,8 @@ class Figures:
     prefill_s: float  # until every request had its first token
     tokens: int
     tokens_per_s: float
-    step_ms: (
-        float | None
-    )  # (whole - prefill) / (new tokens - 1), of uniform works; of long prompts the steady part's
+    # Of uniform works (whole - prefill) / (new tokens - 1); of long prompts the steady part's.
+    step_ms: float | None
     all: Steps
     steady: Steps | None
 

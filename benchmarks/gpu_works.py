@@ -13,9 +13,8 @@ from typing import Any
 PROMPT_TOKENS = 64
 MIXED_SLOTS = 256
 MIXED_FILE = Path(__file__).with_name("mixed_1319.json")  # where its lengths come from is said in it
-SHORT_CONTEXT = (
-    2048  # up to here the engine lets kernels start early, so longer works get an engine of their own
-)
+# Up to here the engine lets kernels start early, so longer works get an engine of their own.
+SHORT_CONTEXT = 2048
 SPARE_CONTEXT = 16
 _UNIFORM = re.compile(r"([1-9]\d*)x([2-9]|[1-9]\d+)(?:@([1-9]\d*))?")
 _MIXED = re.compile(r"mixed(?:-([1-9]\d*))?")

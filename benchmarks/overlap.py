@@ -174,10 +174,8 @@ def evaluate(trace: dict[str, Any], steps: Sequence[HostStep], window: Interval)
     inside = [span for span in spans if window[0] <= span[0] and span[1] <= window[1]]
     if len(inside) < 2:
         raise RuntimeError(f"the trace has {len(spans)} steps, {len(inside)} of them within the window")
-    whole = (
-        inside[0][0],
-        inside[-1][0],
-    )  # from a step's begin to another's: each step with the idle time after it
+    # From a step's begin to another's: each step with the idle time after it.
+    whole = (inside[0][0], inside[-1][0])
     wall = whole[1] - whole[0]
     computed = union(interval for run in kernels.values() for interval in run)
     begun = [step for step in steps if step.phases["launch"]]

@@ -37,9 +37,8 @@ def nightly_prompts() -> None:
         engine = make_engine(load_settings().database_url)
         try:
             with reading(engine) as connection:
-                state, unended = open_jobs(
-                    connection, batch_id, 1
-                )  # asks whether any is open, and counts none
+                # Asks whether any is open, and counts none.
+                state, unended = open_jobs(connection, batch_id, 1)
         finally:
             engine.dispose()
         done = state.terminal or (not unended and state is not BatchState.VALIDATING)

@@ -37,9 +37,8 @@ from workers.client import (
 )
 
 TENANT = "web"  # whose limits hold; in an application with users, who is signed in
-UNAVAILABLE = (
-    "the service cannot be reached now. Ask again"  # the error's own text names hosts: it is for the log
-)
+# The error's own text names hosts: it is for the log.
+UNAVAILABLE = "the service cannot be reached now. Ask again"
 
 settings.configure(
     ALLOWED_HOSTS=["localhost", "127.0.0.1"],
@@ -69,9 +68,8 @@ class Refusals:
         if not isinstance(error, DatabaseError):
             return None
         log.warning("%s", error)
-        if isinstance(
-            error, TenantLimitError
-        ):  # as much is open as may be; room comes as soon as something ends
+        # As much is open as may be; room comes as soon as something ends.
+        if isinstance(error, TenantLimitError):
             message = "too many questions already. Ask again in a moment"
             return JsonResponse({"message": message}, status=429, headers={"Retry-After": "2"})
         return JsonResponse({"message": UNAVAILABLE}, status=503, headers={"Retry-After": "1"})
@@ -113,10 +111,8 @@ def events(request: HttpRequest, job_id: str) -> HttpResponse:
             for event in stream:
                 data = event.text if event.end is None else asdict(event.end)
                 yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
-        except (
-            BrokerUnavailableError,
-            DatabaseError,
-        ) as error:  # the reader comes again, behind the last event
+        except (BrokerUnavailableError, DatabaseError) as error:
+            # The reader comes again, behind the last event.
             log.warning("%s", error)
             yield f"retry: 2000\nevent: problem\ndata: {json.dumps(UNAVAILABLE)}\n\n"
 

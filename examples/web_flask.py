@@ -29,9 +29,8 @@ from workers.client import (
 )
 
 TENANT = "web"  # whose limits hold; in an application with users, who is signed in
-UNAVAILABLE = (
-    "the service cannot be reached now. Ask again"  # the error's own text names hosts: it is for the log
-)
+# The error's own text names hosts: it is for the log.
+UNAVAILABLE = "the service cannot be reached now. Ask again"
 
 app = Flask(__name__)
 client = Client()  # safe to share between threads; connects when first used
@@ -98,10 +97,8 @@ def events(job_id: str) -> Response:
             for event in stream:
                 data = event.text if event.end is None else asdict(event.end)
                 yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
-        except (
-            BrokerUnavailableError,
-            DatabaseError,
-        ) as error:  # the reader comes again, behind the last event
+        except (BrokerUnavailableError, DatabaseError) as error:
+            # The reader comes again, behind the last event.
             app.logger.warning("%s", error)
             yield f"retry: 2000\nevent: problem\ndata: {json.dumps(UNAVAILABLE)}\n\n"
 

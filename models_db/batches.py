@@ -224,9 +224,8 @@ def _count_open(conn: Connection, batch_id: str, most: int) -> int:
         some = (
             select(literal(1).label("one"))
             .where(Job.batch_id == batch_id, Job.state == state)
-            .order_by(
-                Job.published_at
-            )  # which the index has, so that no database looks through the table instead
+            # Which the index has, so that no database looks through the table instead.
+            .order_by(Job.published_at)
             .limit(most - count)
         )
         count += conn.scalar(select(func.count()).select_from(some.subquery())) or 0

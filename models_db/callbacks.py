@@ -73,9 +73,8 @@ class Callback(Base):
     state: Mapped[CallbackState] = mapped_column(enum_column(CallbackState))
     events: Mapped[int] = mapped_column(Integer)  # ends so far: a job that is retried ends again
     tries: Mapped[int] = mapped_column(Integer)  # at telling the latest end; the fence of a sender
-    unwanted: Mapped[int] = mapped_column(
-        Integer, server_default="0"
-    )  # those of them that were answered with a no
+    # Those of them that were answered with a no.
+    unwanted: Mapped[int] = mapped_column(Integer, server_default="0")
     include_output: Mapped[bool] = mapped_column(Boolean)
     created_at: Mapped[datetime] = mapped_column(UTCDateTime)
     ended_at: Mapped[datetime | None] = mapped_column(UTCDateTime)  # since when the latest end is to be told

@@ -68,9 +68,8 @@ class Burial:
     suspects: list[str] = field(default_factory=list)  # queued, but not for everyone
     ended: list[str] = field(default_factory=list)  # failed or cancelled by this; Celery has to hear of it
     refused: list[str] = field(default_factory=list)  # left as they are: the database refuses to end them
-    untold: list[str] = field(
-        default_factory=list
-    )  # ended just before; if links follow, they may not have run
+    # Ended just before; if links follow, they may not have run.
+    untold: list[str] = field(default_factory=list)
 
 
 def bury(conn: Connection, worker_id: str, *, now: datetime | None = None, replay: bool = False) -> Burial:
@@ -255,9 +254,8 @@ def _untold(conn: Connection, worker_id: str, last_beat: datetime) -> list[str]:
             Attempt.outcome.in_(ended),
             Attempt.ended_at > last_beat - _LAST_WORDS,
             Job.callbacks_sent_at.is_(None),
-            or_(
-                Job.deaths < SUSPECT_DEATHS, Job.published_at.is_not(None)
-            ),  # the others are found by untold_ends
+            # The others are found by untold_ends.
+            or_(Job.deaths < SUSPECT_DEATHS, Job.published_at.is_not(None)),
         )
     )
     return list(conn.scalars(query))

@@ -16,9 +16,8 @@ class Fault(StrEnum):
     """What to do about an error."""
 
     AWAY = "away"  # the database cannot be reached or cannot write: wait, then do the same again
-    TRANSIENT = (
-        "transient"  # this statement met a lock, a limit or an operator: roll back and do the same again
-    )
+    # This statement met a lock, a limit or an operator: roll back and do the same again.
+    TRANSIENT = "transient"
     OTHER = "other"  # doing the same again would fail the same way
 
 

@@ -53,9 +53,8 @@ class PruneReport:
     workers: int
     minutes: int  # rows of the roll-ups per minute
     dead_letters: int
-    kept: (
-        int  # jobs and batches, old enough, whose callback is still to be sent, or output file to be written
-    )
+    # Jobs and batches, old enough, whose callback is still to be sent, or output file to be written.
+    kept: int
     dry_run: bool
 
 

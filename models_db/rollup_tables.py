@@ -156,9 +156,8 @@ class LatencyMinute(Base):
     started_at: Mapped[datetime] = mapped_column(UTCDateTime, primary_key=True)
     class_id: Mapped[int] = mapped_column(ForeignKey("job_class.id"), primary_key=True)
     metric: Mapped[str] = mapped_column(String(16), primary_key=True)
-    upper_ms: Mapped[int] = mapped_column(
-        Integer, primary_key=True
-    )  # at most so long, above the next lower one
+    # At most so long, above the next lower one.
+    upper_ms: Mapped[int] = mapped_column(Integer, primary_key=True)
     jobs: Mapped[int] = mapped_column(Integer)
 
     __table_args__ = (

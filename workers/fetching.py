@@ -160,9 +160,8 @@ class FetchingChannel(plain.Channel):  # type: ignore[misc]
     """Fetches what else there is once a blocking pop has found a message."""
 
     QoS = GatheringQoS
-    fetching = (
-        False  # only where every consumer acknowledges, which those of Celery's control messages do not
-    )
+    # Only where every consumer acknowledges, which those of Celery's control messages do not.
+    fetching = False
 
     def fetch_more(self) -> None:
         """Take and deliver what else there is, as far as the prefetch goes."""

@@ -321,9 +321,8 @@ class Incarnation:
             return
         if sample := self._sampler.sample(self._clock(), self._backend.stats()):
             with suppress(WriterStoppedError):
-                self._db.sample(
-                    replace(sample, sampled_at=self._db.now())
-                )  # by the clock of all stored times
+                # By the clock of all stored times.
+                self._db.sample(replace(sample, sampled_at=self._db.now()))
 
     def _callbacks(self) -> Mapping[str, int] | None:
         """For the metrics, on their thread; ``None`` where there are none, or the database has no time for it."""

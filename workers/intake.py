@@ -104,9 +104,8 @@ class Run:
     finishing: bool = False  # its end is being committed
     releasing: bool = False  # it is being handed back
     refusals: int = 0  # of its ends, by the database
-    held: bool = (
-        False  # every end was refused: it has no deliveries, and its commit is tried again now and then
-    )
+    # Every end was refused: it has no deliveries, and its commit is tried again now and then.
+    held: bool = False
 
 
 def read_delivery(delivery: Delivery, settings: Settings, now: datetime) -> None:

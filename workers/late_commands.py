@@ -47,9 +47,8 @@ class LateCommands:
 
     def run(self) -> None:
         """Do what has been asked; listens from the first call on. Whatever goes wrong is tried again later."""
-        if (
-            self._running
-        ):  # Celery waits for a soft shutdown in a signal's handler, which may have interrupted this
+        # Celery waits for a soft shutdown in a signal's handler, which may have interrupted this.
+        if self._running:
             return
         self._running = True
         try:

@@ -105,9 +105,8 @@ class AsyncLocalStreams:
             if found or block is None or key in self._streams._silent:
                 return found
             with suppress(TimeoutError):
-                async with asyncio.timeout(
-                    block / 1000
-                ):  # wait_for may lose a cancellation before Python 3.12
+                # wait_for may lose a cancellation before Python 3.12.
+                async with asyncio.timeout(block / 1000):
                     await news.wait()
         return self._streams.after(key, after, count)
 

@@ -84,9 +84,8 @@ _ROUTING = frozenset(
     }
 )
 _PROMPT_FIELDS = ("prompt", "messages", "token_ids")
-_PUSH_BYTES = (
-    4 * 2**20
-)  # of messages in one command; Redis ends a connection that has too much to say at once
+# Of messages in one command. Redis ends a connection that has too much to say at once.
+_PUSH_BYTES = 4 * 2**20
 
 
 class NewerPayloadError(TokenmillError):

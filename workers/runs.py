@@ -459,9 +459,8 @@ class Runs:
             logger.error("Job %s is not released yet: %s", run.job_id, summary(error))
         self._forget(run)
         if not run.deliveries:
-            self._announce(
-                [run.job_id]
-            )  # it may have ended, as a suspect that was alone when the backend died
+            # It may have ended, as a suspect that was alone when the backend died.
+            self._announce([run.job_id])
         for delivery in self._live(run):
             self._endings.hand_back(delivery)
 

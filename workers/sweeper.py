@@ -108,9 +108,8 @@ class Sweeper:
         self._redis_away = False
         self._asked: dict[int, float] = {}  # what the database has not answered yet, with when it should have
         self._questions = itertools.count()
-        self._unpublished: dict[
-            str, bool
-        ] = {}  # jobs whose publication failed, with whether only for their links
+        # Jobs whose publication failed, with whether only for their links.
+        self._unpublished: dict[str, bool] = {}
 
     # -------------------------------------------------------------------------------------- called from anywhere
 

@@ -27,9 +27,8 @@ class AttentionParams:
     scaling: float
     window: int | None  # a query sees itself and window - 1 tokens before it
     softcap: float | None
-    sinks: (
-        torch.Tensor | None
-    )  # [query heads]: a logit a head that takes part in the softmax and yields nothing
+    # [query heads]: a logit a head that takes part in the softmax and yields nothing.
+    sinks: torch.Tensor | None
 
 
 class AttentionKernel(Protocol):

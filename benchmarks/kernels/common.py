@@ -76,9 +76,8 @@ class Bench:
     report: Report
     sweep: bool = False
     compile_budget: float = COMPILE_BUDGET
-    best_linears: dict[str, LinearConfig] = field(
-        default_factory=dict
-    )  # as ``linear`` found them, for ``chain``
+    # As ``linear`` found them, for ``chain``.
+    best_linears: dict[str, LinearConfig] = field(default_factory=dict)
     _cache: Cache | None = None
 
     @property

@@ -97,9 +97,8 @@ class Run:
             thread.join()
         if self._failures:
             raise self._failures[0]
-        for job_id in (
-            self._unknown() - self._faults.for_later
-        ):  # a worker may store what it could not read, as failed
+        # A worker may store what it could not read, as failed.
+        for job_id in self._unknown() - self._faults.for_later:
             self._world.expected[job_id] = Expected(None, FAILS | CANCELLABLE)
         verdict = self._world.finish(STALL_S, for_later=self._faults.for_later)
         verdict.tally = self._tally

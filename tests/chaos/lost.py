@@ -32,9 +32,8 @@ def lost_message(fleet: World) -> float:
 
 def wiped_redis(fleet: World) -> float:
     """Redis is killed with 50 jobs waiting and comes back empty: seconds until the last is claimed."""
-    pids = [
-        seat.signal(signal.SIGSTOP) for seat in fleet.seats
-    ]  # for less than a death takes: so that all wait
+    # For less than a death takes: so that all wait.
+    pids = [seat.signal(signal.SIGSTOP) for seat in fleet.seats]
     assert None not in pids
     jobs = fleet.submit_words(_WIPED_JOBS, 1)
     fleet.redis.kill(keep=False)

@@ -64,9 +64,8 @@ def test_connections_to_the_database_are_dropped_again_and_again(make_world: Mak
     cuts = 0
     for number in range(40):
         cuts += drop_clients(world.engine) if number % 2 else world.database_proxy.cut()
-        time.sleep(
-            random.uniform(0.05, 0.6)
-        )  # some transactions get through, some are cut after their commit
+        # Some transactions get through, some are cut after their commit.
+        time.sleep(random.uniform(0.05, 0.6))
     assert cuts > 10
     verdict = world.finish().assert_ok()
     assert verdict.attempts == {"succeeded": len(jobs)}

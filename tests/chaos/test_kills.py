@@ -94,9 +94,8 @@ def test_a_worker_frozen_past_its_death_sentence_loses_its_late_commits(
     frozen.ready()
     jobs = world.submit_words(8, 20)
     wait_until(file.read_text, 30, "a commit")
-    with (
-        world.engine.begin()
-    ):  # so that no thread of it has locked an SQLite file: nobody could get past that
+    # Within a transaction, so that no thread of it has locked an SQLite file: nobody could get past that.
+    with world.engine.begin():
         pid = frozen.signal(signal.SIGSTOP)
         assert pid is not None
         wait_until(lambda: frozen.frozen, 30, "the worker to stand still")

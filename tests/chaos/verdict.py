@@ -56,9 +56,8 @@ class Verdict:
     lost: dict[str, str] = field(default_factory=dict)  # accepted, and not ended
     double: dict[str, list[str]] = field(default_factory=dict)  # ended more than once, by the witness
     wrong: dict[str, str] = field(default_factory=dict)  # ended, and not as it should
-    busy: list[str] = field(
-        default_factory=list
-    )  # workers that hold blocks or run something with nothing to do
+    # Workers that hold blocks or run something with nothing to do.
+    busy: list[str] = field(default_factory=list)
     unacked: int = 0  # deliveries and messages left in Redis
     duplicates: int = 0  # ends that lost the fence: late, and not counted
     attempts: dict[str, int] = field(default_factory=dict)  # by outcome

@@ -38,9 +38,8 @@ class Expected:
     deaths: int = 0
     solo_deaths: int = 0
     history: list[tuple[str, AttemptOutcome | None]] = field(default_factory=list)
-    counted: list[tuple[str, bool]] = field(
-        default_factory=list, compare=False
-    )  # deaths that may be taken back
+    # Deaths that may be taken back.
+    counted: list[tuple[str, bool]] = field(default_factory=list, compare=False)
 
     def close(self, outcome):
         self.history[-1] = (self.history[-1][0], outcome)

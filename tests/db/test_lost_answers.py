@@ -326,9 +326,8 @@ def left_behind(engine: Engine) -> dict[str, Any]:
     """What the tables say, but for times that differ from run to run."""
     with engine.connect() as conn:
         jobs = select(Job.id, Job.state, Job.attempt, Job.owner, Job.deaths, Job.solo_deaths, Job.error_type)
-        published = select(Job.id, Job.published_at).where(
-            Job.published_at <= at(100)
-        )  # the rest by our own clock
+        # The rest by our own clock.
+        published = select(Job.id, Job.published_at).where(Job.published_at <= at(100))
         runs = select(Attempt.job_id, Attempt.number, Attempt.worker_id, Attempt.outcome, Attempt.ended_at)
         workers = select(Worker.id, Worker.state, Worker.heartbeat)
         return {

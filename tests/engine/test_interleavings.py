@@ -93,9 +93,8 @@ class EngineMachine(RuleBasedStateMachine):
         lazy=st.booleans(),
         padded=st.booleans(),
         bulk_min_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-        eos=st.sampled_from(
-            [frozenset(), frozenset(), frozenset({0}), frozenset({1, 4})]
-        ),  # often long outputs
+        # Often long outputs.
+        eos=st.sampled_from([frozenset(), frozenset(), frozenset({0}), frozenset({1, 4})]),
     )
     def start(
         self,

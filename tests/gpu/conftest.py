@@ -34,9 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--record-gpu", default=None)
-    if path is not None and not hasattr(
-        config, "workerinput"
-    ):  # not in a process that only runs tests for us
+    # Not in a process that only runs tests for us.
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(path), "gpu-recorder")
 
 

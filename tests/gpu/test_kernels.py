@@ -25,9 +25,8 @@ pytestmark = [
     ),
 ]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = (
-    [F32, F16] if INTERPRETED else [F32, BF16, F16]
-)  # the interpreter truncates where it should round to bf16
+# The interpreter truncates where it should round to bf16.
+DTYPES = [F32, F16] if INTERPRETED else [F32, BF16, F16]
 # Relative error against float64: what the type's own rounding of inputs and weights costs, with room.
 TOLERANCE = {F32: 3e-6, F16: 2e-3, BF16: 1e-2}
 

@@ -424,9 +424,8 @@ def product() -> Any:
 def test_linear_layers_are_compared_and_the_best_proposal_is_timed_again(
     product: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(
-        (50.0, 40.0, 30.0, 20.0, 21.0)
-    )  # cuBLAS, PyTorch's way to Lt, two proposals, the best of them again
+    # cuBLAS, PyTorch's way to Lt, two proposals, the best of them again.
+    clock = iter((50.0, 40.0, 30.0, 20.0, 21.0))
 
     def timed(calls: list[Callable[[], object]]) -> float:
         for call in calls:

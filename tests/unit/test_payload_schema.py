@@ -24,9 +24,8 @@ TEXT = st.one_of(
     st.sampled_from(["", "a\x00b", "\n", "a\n", "x" * 255, "x" * 256, "🦆" * 255, "x" * 1000, "x" * 1001]),
 )
 ANYTHING = st.one_of(NULL, WHOLE, DECIMAL, TEXT, st.booleans(), st.just([]), st.just({}))
-NO_TEXT: st.SearchStrategy[Any] = st.one_of(
-    NULL, WHOLE, DECIMAL, st.just([]), st.just({})
-)  # text and truth may stand for a number
+# Text and truth may stand for a number.
+NO_TEXT: st.SearchStrategy[Any] = st.one_of(NULL, WHOLE, DECIMAL, st.just([]), st.just({}))
 TOKENS = st.lists(st.one_of(WHOLE, DECIMAL, TEXT), max_size=3) | st.just([5] * 65)
 TURN = st.dictionaries(st.sampled_from(["role", "content", "name"]), TEXT | NULL | WHOLE, max_size=3)
 BIAS_TOKEN = st.sampled_from(["0", "5", "999999999", "-1", "x", "", "1.5", "1000000000", "9" * 20])

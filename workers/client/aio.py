@@ -74,9 +74,8 @@ class AsyncClient:
         threads: int = 4,
     ) -> None:
         self.sync = Client(settings, broker_url=broker_url, database_url=database_url, broker=broker)
-        self._streams: dict[
-            asyncio.AbstractEventLoop, redis.asyncio.Redis
-        ] = {}  # a connection is of one loop
+        # A connection is of one loop.
+        self._streams: dict[asyncio.AbstractEventLoop, redis.asyncio.Redis] = {}
         self._size = checked_size(threads)
         self._threads = self._pool()
 

@@ -102,9 +102,8 @@ def read_stream(
             block_ms = max(1, round(1000 * left))
             found: Any = connection.xread({key: reader.last_id}, count=_BATCH, block=block_ms)
             if not found and (ended := outcome()) is not None:
-                found = connection.xread(
-                    {key: reader.last_id}, count=_BATCH
-                )  # what came between the two looks
+                # What came between the two looks.
+                found = connection.xread({key: reader.last_id}, count=_BATCH)
                 if not found:
                     yield from conclusion(reader, *ended)
                     return
@@ -142,9 +141,8 @@ async def read_stream_async(
             block_ms = max(1, round(1000 * left))
             found: Any = await connection.xread({key: reader.last_id}, count=_BATCH, block=block_ms)
             if not found and (ended := await outcome()) is not None:
-                found = await connection.xread(
-                    {key: reader.last_id}, count=_BATCH
-                )  # what came between the two looks
+                # What came between the two looks.
+                found = await connection.xread({key: reader.last_id}, count=_BATCH)
                 if not found:
                     for event in conclusion(reader, *ended):
                         yield event

@@ -49,12 +49,10 @@ T = TypeVar("T")
 
 _LOOK_S = 1.0
 _DEAD_AFTER_S = 15.0
-_MOST_LIMITED = (
-    8  # batches of tenants with too much open that are fed at once, each in a thread and with a file
-)
-_MOST_AT_WORK = (
-    3  # batches that are fed or written at once: threads that compute take time from the server's answers
-)
+# Batches of tenants with too much open that are fed at once, each in a thread and with a file.
+_MOST_LIMITED = 8
+# Batches that are fed or written at once: threads that compute take time from the server's answers.
+_MOST_AT_WORK = 3
 _MOST_LARGE = 2  # of them
 _LARGE_BYTES = 4 * 2**20  # of input; about a second's work
 _SPOOLED_BYTES = 32 * 2**20  # of a file that is read or written, in memory; the rest is on disk
@@ -181,11 +179,8 @@ class BatchFeeder:
         with reading(self._client.engine()) as conn:
             found = api_batches.open_api_batches(conn)
         open_now = {record.batch_id for record in found}
-        for kept in (
-            self._seen,
-            self._limited,
-            self._next_beats,
-        ):  # of batches that are done with, nothing needs to be known
+        # Of batches that are done with, nothing needs to be known.
+        for kept in (self._seen, self._limited, self._next_beats):
             for batch_id in kept.keys() - open_now:
                 kept.pop(batch_id)
         for batch_id in [each for each, work in self._at_work.items() if work.over and each not in open_now]:
@@ -413,9 +408,8 @@ class BatchFeeder:
 
             def store(conn: Connection) -> bool:
                 if ended_at is None or api_batches.ended_at(conn, record.batch_id, lock=True) != ended_at:
-                    return (
-                        False  # jobs were queued again meanwhile; the files are written when those have ended
-                    )
+                    # Jobs were queued again meanwhile; the files are written when those have ended.
+                    return False
                 # This locks the row, which is a sign of life for as long as the files take.
                 if not api_batches.beat_feeding(conn, record.batch_id, self._id):
                     raise _LostError
