@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from backend.api import BackendInfo
 from workers.payload import queue_for
-from workers.settings import Settings, redact_url
+from workers.redaction import redact_url
+from workers.settings import Settings
 
 
 def banner(settings: Settings, info: BackendInfo, incarnation_id: str) -> str:

@@ -12,7 +12,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from backend.api import ConfigurationError, TokenmillError
 from workers.payload import push, wire
-from workers.settings import redact_text, redact_url
+from workers.redaction import redact_text, redact_url
 
 _TIMEOUT_S = 5.0
 

@@ -17,7 +17,8 @@ from models_db.schema import check_schema, current_revision
 from models_db.session import make_engine, reading
 from models_db.workers import WorkerRecord, unended_workers
 from workers.broker import Broker
-from workers.settings import Settings, misspelt_variables, redact_url
+from workers.redaction import redact_url
+from workers.settings import Settings, misspelt_variables
 
 _OLDEST_REDIS = (6, 2)
 _TORCH_PACKAGES = ("torch", "transformers", "numpy")

@@ -48,8 +48,9 @@ from workers.leftovers import replay
 from workers.mailbox import Mailbox
 from workers.payload import TASK_NAME, queue_for
 from workers.queues import QueueView
+from workers.redaction import redact_text
 from workers.revokes import Revokes, store_revokes
-from workers.settings import Settings, redact_text
+from workers.settings import Settings
 from workers.spool import Spool, default_folder
 from workers.stream_writer import StreamWriter
 from workers.sweeper import Sweeper

@@ -21,7 +21,8 @@ from backend.api import ConfigurationError
 from workers.app import TokenmillApp, make_app
 from workers.exits import EXIT_CONFIGURATION
 from workers.payload import queue_for
-from workers.settings import Settings, redact_text
+from workers.redaction import redact_text
+from workers.settings import Settings
 from workers.watchdog import leave_at_once
 
 logger = logging.getLogger("tokenmill.worker")

@@ -34,8 +34,7 @@ from backend.complaints import complaint
 from backend.config import EngineConfig
 from workers.callbacks.secret_book import SecretBook
 from workers.callbacks.urls import HostRule
-from workers.redaction import redact_text as redact_text
-from workers.redaction import redact_url as redact_url
+from workers.redaction import redact_url
 from workers.settings_sources import CONFIG_VARIABLE, ENV_PREFIX, FlatEngineEnv, TomlFile
 
 # Read elsewhere: workers.private_redis, backend.model_source.

@@ -17,7 +17,7 @@ from typing import Any
 import redis
 
 from backend.api import GenerationHandle, TokenChunk
-from workers.settings import redact_text
+from workers.redaction import redact_text
 from workers.streams import StreamEnd, end_fields, restart_fields, stream_key, text_fields
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import ConfigurationError
-from workers.settings import Settings, load_settings, misspelt_variables, redact_text, redact_url
+from workers.redaction import redact_text, redact_url
+from workers.settings import Settings, load_settings, misspelt_variables
 
 
 @pytest.fixture(autouse=True)

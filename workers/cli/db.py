@@ -47,7 +47,7 @@ def downgrade(
       tokenmill db downgrade base --yes
     """
     from models_db import migrate, schema
-    from workers.settings import redact_url
+    from workers.redaction import redact_url
 
     settings = settings_from(database_url=database_url)
     migrate.check_downgrade(settings.database_url, revision)
