@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import httpx2 as httpx
 import openai
@@ -15,8 +14,9 @@ from backend.api import MAX_SEED
 from models_db import keys
 from models_db.session import transaction
 from models_db.tables import Job, JobState
+from tests.fleet.conftest import MakeFleet
 from tests.fleet.doorway import serving
-from tests.fleet.fleet import Fleet, RedisServer
+from tests.fleet.fleet import Fleet
 
 BAD = openai.BadRequestError
 WORDS = "one two three four five six seven eight nine ten"
@@ -24,24 +24,10 @@ ASK = [{"role": "user", "content": WORDS}]
 
 
 @pytest.fixture(scope="module")
-def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('serve') / 'fleet.db'}"
-    running = Fleet(redis_server, url, engine={"echo_tokens_per_s": 200})
+def fleet(module_fleet: MakeFleet) -> Fleet:
+    running = module_fleet(engine={"echo_tokens_per_s": 200})
     running.worker()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def url(fleet: Fleet) -> Iterator[str]:
-    with serving(fleet.settings) as address:
-        yield address
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
+    return running
 
 
 def echoed(client: openai.OpenAI, **options: object) -> str:
@@ -145,6 +131,13 @@ def test_models(client: openai.OpenAI) -> None:
             BAD,
             "content",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "size": 5}]}]},
+            BAD,
+            r"messages\.0\.content\.0\.size: the models here read text alone",
+        ),
+        ({"max_completion_tokens": 10**8}, BAD, "max_completion_tokens: must be at most"),
+        ({"max_tokens": 10**8}, BAD, "max_tokens: must be at most"),
         ({"extra_body": {"max_token": 5}}, openai.BadRequestError, "max_token: no such field"),
         ({"n": 100}, openai.BadRequestError, "n: "),
         ({"messages": [{"role": "user", "content": "a\x00b"}]}, openai.BadRequestError, "NUL"),
@@ -214,6 +207,8 @@ def test_a_name_that_no_database_can_be_asked_for_is_the_caller_s_fault(url: str
         ('{"input_file_id": "a", "metadata": {"a": 5}}', "metadata.a"),
         ('{"input_file_id": "a", "endpoint": "/v1/embeddings"}', "endpoint"),
         ('{"input_file_id": "a", "completion_window": "1h"}', "completion_window"),
+        ('{"input_file_id": "a", "output_expires_after": {"seconds": 5}}', "output_expires_after"),
+        ('{"input_file_id": "a", "priority": 5}', "priority"),
         ("[]", None),
     ],
 )

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from backend.api import TokenmillError
+from backend.api import RequestError, TokenmillError
 from models_db.errors import DatabaseError
 from workers.client import AsyncClient, Client
 from workers.serve import batches, files
@@ -164,9 +164,12 @@ async def _generate(
     if key is not None and not 0 < len(key) <= _MOST_KEY:
         wrong, fix = f"has {len(key)} characters", f"Use 1 to {_MOST_KEY}"
         raise refused(wrong, param="Idempotency-Key", fix=fix)
-    generation = await Generation.submit(
-        call.client, payloads, tenant=call.tenant, key=key, timeout_s=call.timeout_s
-    )
+    try:
+        generation = await Generation.submit(
+            call.client, payloads, tenant=call.tenant, key=key, timeout_s=call.timeout_s
+        )
+    except RequestError as error:
+        raise request.own(error) from None
     created = int(clock())
     job_id = generation.jobs[0].id
     if request.stream:

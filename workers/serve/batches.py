@@ -24,18 +24,20 @@ from models_db.tables import BatchState, JobState
 from workers.client.errors import CreationUnknownError
 from workers.serve.answers import CHAT, COMPLETION
 from workers.serve.call import Call, page_size
-from workers.serve.errors import from_validation, not_found, refused
-from workers.serve.files import listing
+from workers.serve.errors import from_validation, not_found, refused, unsupported
+from workers.serve.files import STAYS, listing
 
 _ENDPOINTS = (CHAT, COMPLETION)
 _WINDOW = "24h"
 _PREFIX = "batch_"
+_NO_FIELD = ("no such field", "Leave it out")
+_NOT_HERE = {"output_expires_after": (STAYS, "Leave it out, and delete the files when they have been read")}
 
 
 class BatchRequest(BaseModel):
     """The body of ``POST /v1/batches``."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     input_file_id: str
     endpoint: str
@@ -103,6 +105,9 @@ async def create(call: Call) -> Response:
         request = BatchRequest.model_validate(await call.json())
     except ValidationError as error:
         raise from_validation(error) from None
+    for name, value in (request.model_extra or {}).items():
+        if value is not None:
+            raise unsupported(name, value, *_NOT_HERE.get(name, _NO_FIELD))
     if request.endpoint not in _ENDPOINTS:
         fix = f"Use {' or '.join(_ENDPOINTS)}"
         raise refused("is not served here", param="endpoint", value=request.endpoint, fix=fix)

@@ -77,6 +77,12 @@ def refused(wrong: str, *, param: str, value: object = None, fix: str) -> ApiErr
     return invalid(str(RequestError(wrong, field=param, value=value, fix=fix)), param=param)
 
 
+def unsupported(name: str, value: object, why: str, fix: str) -> ApiError:
+    """A field of a request that asks for what this service cannot do, or that does not exist."""
+    error = RequestError(why, field=name, value=value, fix=fix)
+    return invalid(str(error), param=name, code="unsupported_parameter")
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Pydantic's first complaint about a body."""
     first = _furthest(error.errors(include_url=False))

@@ -19,9 +19,10 @@ from models_db.files import FileRecord
 from models_db.session import certain, transaction
 from workers.client.errors import CreationUnknownError
 from workers.serve.call import Call, page_size
-from workers.serve.errors import ApiError, not_found, refused, wrong_kind
+from workers.serve.errors import ApiError, not_found, refused, unsupported, wrong_kind
 
 PURPOSES = ("batch",)
+STAYS = "files stay until they are deleted or pruned"
 _FORM_BYTES = 2**16  # of a form beside its file
 ORDERS = ("asc", "desc")  # by the moment of creation
 
@@ -56,6 +57,13 @@ async def upload(call: Call) -> Response:
                 f"Use {' or '.join(PURPOSES)}",
             )
             raise refused(wrong, param="purpose", value=purpose, fix=fix)
+        for name, value in form.items():
+            if name.startswith("expires_after"):
+                raise unsupported(
+                    name, value, STAYS, "Leave it out, and delete the file when it has been used"
+                )
+            if name not in ("purpose", "file"):
+                raise unsupported(name, value, "no such field", "Leave it out")
         if not isinstance(file, UploadFile):
             raise refused("is missing", param="file", fix="Send it as a file of the form")
         if file.size is not None and file.size > most:

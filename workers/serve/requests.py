@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from backend.api import MAX_LOGPROBS, MAX_SEED, RequestError
 from backend.complaints import refuse_truth
-from workers.serve.errors import ApiError, from_validation, invalid, refused
+from workers.serve.errors import ApiError, from_exception, from_validation, invalid, refused, unsupported
 
 R = TypeVar("R", bound="_Request")
 
@@ -40,6 +40,7 @@ _BOOKKEEPING = frozenset(
         "user",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "store",
         "metadata",
@@ -59,6 +60,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
+    "moderation": (None,),
     "echo": (False, None),
     "suffix": (None, ""),
     "best_of": (1, None),
@@ -75,6 +77,8 @@ _INSTEAD = {
     "echo": "Leave it out and put the prompt before the answer yourself",
     "reasoning_effort": "Leave it out; a model that reasons does so as its messages say",
 }
+# Accepted in a part of a message and without effect: marks for a provider's cache.
+_BOOKKEEPING_IN_A_PART = ("prompt_cache_breakpoint", "cache_control")
 # Parts of a message that an answer has, which people send back as they got it.
 _EMPTY_IN_A_MESSAGE = ("refusal", "annotations", "audio", "tool_calls", "function_call", "name")
 
@@ -99,10 +103,17 @@ class StreamOptions(_Loose):
 class TextPart(BaseModel):
     """A part of a message's content; only text can be read here."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     type: str
     text: str
+
+    @model_validator(mode="after")
+    def _nothing_else(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name not in _BOOKKEEPING_IN_A_PART and value is not None:
+                raise ValueError(f"{name}: the models here read text alone. Leave it out")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -192,6 +203,17 @@ class _Request(_Loose):
     def alternatives(self) -> int | None:
         """How many log-probabilities to report for each token beside its own; ``None``: none at all."""
         raise NotImplementedError
+
+    def own(self, error: RequestError) -> ApiError:
+        """What is wrong with a job, told of the field that the caller wrote."""
+        if error.field == "max_tokens" and getattr(self, "max_completion_tokens", None) is not None:
+            name = "max_completion_tokens"
+        elif error.field.partition(".")[0] == "token_ids":
+            name = "prompt"
+        else:
+            return from_exception(error)
+        wrong = str(error).removeprefix(f"{error.field}: ")
+        return invalid(f"{name}: {wrong}", param=name, code=error.code)
 
     def _payload(self, max_tokens: int | None) -> dict[str, Any]:
         names = (*_NUMBERS, "stop", "ignore_eos")
@@ -303,15 +325,10 @@ def refuse_in_batch(request: ChatRequest | CompletionRequest) -> None:
         ApiError: names the field.
     """
     if request.stream:
-        raise _unsupported("stream", True, "a batch answers by a file", "Leave it out, or set it to false")
+        raise unsupported("stream", True, "a batch answers by a file", "Leave it out, or set it to false")
     if request.service_tier == "priority":
         fix = "Leave it out, or send the request by itself"
-        raise _unsupported("service_tier", "priority", "a batch goes behind other requests", fix)
-
-
-def _unsupported(name: str, value: object, why: str, fix: str) -> ApiError:
-    error = RequestError(why, field=name, value=value, fix=fix)
-    return invalid(str(error), param=name, code="unsupported_parameter")
+        raise unsupported("service_tier", "priority", "a batch goes behind other requests", fix)
 
 
 def _parse(kind: type[R], data: object) -> R:
@@ -326,5 +343,5 @@ def _parse(kind: type[R], data: object) -> R:
             continue
         known = "this service cannot do that" if name in _NOTHING else "no such field"
         fix = _INSTEAD.get(name, "Leave it out")
-        raise _unsupported(name, value, known, fix)
+        raise unsupported(name, value, known, fix)
     return request
