@@ -15,10 +15,9 @@ from sqlalchemy import Connection, func, insert, literal, select, update
 from models_db.callbacks import NewCallback, announce_batch, announce_jobs, insert_job_callbacks
 from models_db.clock import database_time
 from models_db.dialects import chunked
-from models_db.errors import UnknownBatchError
+from models_db.errors import BatchClosedError, UnknownBatchError
 from models_db.ids import uuid7
 from models_db.jobs import request_cancel
-from models_db.open_batches import require_open
 from models_db.tables import Batch, BatchState, Job, JobState, Result
 from models_db.text import check_name, clean_text
 
@@ -115,11 +114,26 @@ def insert_ended_lines(
 ) -> None:
     """Insert lines that have ended before they began, so that the batch accounts for every line of its input.
 
+    Those that are in already are left alone. Of two who insert the same, one waits for the other: many of these lines
+    have no id by which the database could refuse them.
+
+    Args:
+        lines: in ascending order.
+
     Raises:
         BatchClosedError: the batch is being cancelled, or has ended.
     """
-    if lines:
-        require_open(conn, [batch_id])
+    if not lines:
+        return
+    state = _lock_batch(conn, batch_id)
+    if state.terminal or state is BatchState.CANCELLING:
+        raise BatchClosedError(batch_id, state)
+    first, last = lines[0].position, lines[-1].position
+    between = select(Job.position).where(
+        Job.batch_id == batch_id, Job.position >= first, Job.position <= last
+    )
+    present = set(conn.scalars(between))
+    lines = [line for line in lines if line.position not in present]
     now = at or database_time(conn)
     rows: list[dict[str, Any]] = [
         {

@@ -93,11 +93,7 @@ class LineStore:
     def _insert_ended(self, lines: Sequence[EndedLine]) -> None:
         model = self._client.settings.model
 
-        def insert(conn: Connection, replay: bool) -> None:
-            if replay and batches.positions_after(conn, self._batch_id, lines[0].position - 1, 1) == [
-                lines[0].position
-            ]:
-                return  # all of them are in
+        def insert(conn: Connection, _replay: bool) -> None:
             batches.insert_ended_lines(conn, self._batch_id, lines, model=model, queue=queue_for(model))
 
         certain(self._client.engine(), insert)

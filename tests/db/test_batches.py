@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from sqlalchemy import delete
 
 from models_db.batch_rows import iter_batch_rows
 from models_db.batches import (
+    EndedLine,
     batch_progress,
     create_batch,
     finish_batch_if_done,
+    insert_ended_lines,
     list_batches,
     open_jobs,
+    positions_after,
     request_cancel_batch,
     set_batch_state,
 )
 from models_db.errors import InvalidValueError, UnknownBatchError
 from models_db.jobs import insert_jobs, job_status
-from models_db.session import reading
+from models_db.session import reading, transaction
 from models_db.tables import Batch, BatchState, Job, JobState
 from tests.db.helpers import add_workers, at, claim_one, finish_one, new_job, new_result
 
@@ -41,6 +47,30 @@ def insert_lines(conn, numbers, batch_id="b"):
 def run(db, job_id, state=JobState.SUCCEEDED, **kw):
     claim_one(db, job_id, "w")
     finish_one(db, job_id, 1, "w", state, **kw)
+
+
+def test_lines_that_have_ended_go_in_once_whoever_inserts_them(db):
+    """Two commands that feed one batch read the same file, and bad lines may have no id that would be refused."""
+    with db.begin() as conn:
+        create_batch(conn, name="nightly", batch_id="b")
+    both = threading.Barrier(2, timeout=60)
+
+    def insert(first):
+        for start in range(first, first + 40, 10):
+            lines = [
+                EndedLine(n, f"c{n}" if n % 3 == 0 else None, JobState.FAILED, "bad", "bad")
+                for n in range(start, start + 10)
+            ]
+            both.wait()
+            transaction(
+                db, lambda conn, lines=lines: insert_ended_lines(conn, "b", lines, model="m", queue="q")
+            )
+
+    with ThreadPoolExecutor(2) as feeders:
+        for done in [feeders.submit(insert, first) for first in (1, 4)]:
+            done.result()
+    with reading(db) as conn:
+        assert positions_after(conn, "b", 0, 100) == [*range(1, 44)]
 
 
 def test_progress_counts_every_state_and_all_tokens(batch):

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
+from backend.api import TokenmillError
 from workers.cli.common import ExitCode, console, errors
 
 if TYPE_CHECKING:
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from workers.progress import Reporter, Snapshot
 
 _PATIENCE_S = 5.0  # before a silent fleet is explained
+
+
+class FedElsewhereError(TokenmillError):
+    """Two commands feed one batch; this one stops."""
+
+    code = "fed_elsewhere"
+
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(
+            f"another command feeds batch {batch_id} at this moment, and nothing is lost. Leave the rest to it, and "
+            f"resume once it has ended: tokenmill bulk resume {batch_id}"
+        )
 
 
 class Shown:
@@ -110,6 +123,21 @@ def check_keeps_input(progress: BatchProgress, output: Path) -> None:
         check_not_input(output, Path(made.path))
 
 
+@contextmanager
+def fed_by_us_alone(batch_id: str) -> Iterator[None]:
+    """Say so when somebody else turns out to feed the same batch: ids that occur twice in a file never come so far.
+
+    Raises:
+        FedElsewhereError: somebody does.
+    """
+    from models_db.errors import DuplicateCustomIdError
+
+    try:
+        yield
+    except DuplicateCustomIdError:
+        raise FedElsewhereError(batch_id) from None
+
+
 def check_not_api(engine: Engine, batch_id: str) -> None:
     """Refuse a batch of ``/v1/batches``, whose files are written once, when it ends.
 
@@ -138,7 +166,8 @@ def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource | None, file
     if made is not None and file is not None:
         began, already = time.monotonic(), runner.progress(batch_id).inserted
         try:
-            runner.feed(batch_id, made, file, bounded=False)
+            with fed_by_us_alone(batch_id):
+                runner.feed(batch_id, made, file, bounded=False)
         except KeyboardInterrupt:
             fix = f"Submit the rest: tokenmill bulk resume {batch_id} --no-wait"
             if _is_lost(made):
@@ -176,7 +205,8 @@ def work(
         with reporter(errors(), "bulk") as shown:
             show.to = shown
             if made is not None and file is not None:
-                runner.feed(batch_id, made, file)
+                with fed_by_us_alone(batch_id):
+                    runner.feed(batch_id, made, file)
             progress = runner.watch(batch_id)
     except KeyboardInterrupt:
         notice(
