@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backend.api import ConfigurationError, RequestError
+from workers.cli.course import TIMES, over_time, panels
+from workers.cli.names import plain
 
 if TYPE_CHECKING:
     from models_db.queries import ThroughputRow
@@ -32,23 +35,25 @@ def check_plot(path: Path) -> None:
 def draw(path: Path, rows: list[ThroughputRow], by: str) -> None:
     """Tokens a second, latency and activity, one above the other: lines over time, else bars."""
     figure = _figure_class()(figsize=(10, 8), layout="constrained")
-    places = list(range(len(rows)))
-    line = by in ("hour", "day", "night")
-    panels = {
+    line = by in TIMES
+    entries = over_time(rows, by) if line else [(row.key, row) for row in rows]
+    names = [plain(key) for key, _ in entries]
+    places = list(range(len(entries)))
+    drawn = {
         title: series
-        for title, series in _panels(rows).items()
+        for title, series in panels([row for _, row in entries]).items()
         if any(value is not None for values in series.values() for value in values)
     }
     first = None
-    for index, (title, series) in enumerate(panels.items()):
-        axes = figure.add_subplot(len(panels), 1, index + 1, sharex=first)
+    for index, (title, series) in enumerate(drawn.items()):
+        axes = figure.add_subplot(len(drawn), 1, index + 1, sharex=first)
         first = first or axes
         axes.set_title(title, loc="left")
         axes.grid(visible=True, axis="y", alpha=0.3)
         for number, (name, values) in enumerate(series.items()):
             numbers = [float("nan") if value is None else value for value in values]
             if line:
-                axes.plot(places, numbers, label=name, marker="." if len(rows) < 60 else None)
+                axes.plot(places, numbers, label=name, marker=".", markersize=6 if len(places) < 60 else 2)
             else:
                 width = 0.8 / len(series)
                 shift = (number - (len(series) - 1) / 2) * width  # together they stand around the tick
@@ -56,22 +61,14 @@ def draw(path: Path, rows: list[ThroughputRow], by: str) -> None:
         if len(series) > 1:
             axes.legend()
         axes.set_ylim(bottom=0)
-        every = max(1, -(-len(rows) // _LABELS))
-        axes.set_xticks(places[::every], [row.key or "-" for row in rows[::every]], rotation=45, ha="right")
-        axes.tick_params(labelbottom=index == len(panels) - 1)
+        every = max(1, -(-len(places) // _LABELS))
+        # Names are no formulas, whatever is in them.
+        axes.set_xticks(places[::every], names[::every], rotation=45, ha="right", parse_math=False)
+        axes.tick_params(labelbottom=index == len(drawn) - 1)
     figure.suptitle(f"Tokenmill throughput by {by}" + (" (UTC)" if line else ""))
-    figure.savefig(path)
-
-
-def _panels(rows: list[ThroughputRow]) -> dict[str, dict[str, list[float | None]]]:
-    return {
-        "new tokens a second": {"tok/s": [row.tokens_per_s for row in rows]},
-        "latency, seconds": {
-            "p50": [row.latency_p50_s for row in rows],
-            "p95": [row.latency_p95_s for row in rows],
-        },
-        "share of the time that devices computed": {"active": [row.active_fraction for row in rows]},
-    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # an empty box stands for it
+        figure.savefig(path)
 
 
 def _figure_class() -> Any:

@@ -21,6 +21,9 @@ from workers.cli.common import (
     errors,
     settings_from,
 )
+from workers.cli.course import TIMES, over_time, panels, sparkline
+from workers.cli.names import shown
+from workers.cli.tables import Column, fitted, width_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 By = Literal["hour", "day", "night", "model", "worker", "batch", "tenant", "queue"]
 Source = Literal["auto", "jobs", "rollups"]
 
-TIMES = ("hour", "day", "night")
 MANY_JOBS = 200_000
 _ONLY_JOBS = ("worker", "batch")
 _ONLY_ROLLUPS = ("day", "night", "tenant", "queue")
@@ -118,9 +120,11 @@ def stats(
     elif not rows:
         typer.echo("No job has ended in this time.")
     else:
-        console().print(stats_table(rows, by))
-        for line in sparklines(rows, by):
-            console().print(line)
+        out = console()
+        width = width_of(out)
+        out.print(stats_table(rows, by, width))
+        for line in sparklines(rows, by, width):
+            out.print(line)
     if note and not as_json and not as_csv:
         errors().print(note)
 
@@ -189,25 +193,26 @@ def print_csv(rows: list[ThroughputRow]) -> None:
     writer.writerows(asdict(row) for row in rows)
 
 
-def stats_table(rows: list[ThroughputRow], by: str) -> Table:
-    """The rows as people read them."""
-    from rich.box import SIMPLE
-    from rich.markup import escape
-    from rich.table import Table
-
-    heading = f"{by} (UTC)" if by in TIMES else by
-    table = Table(heading, box=SIMPLE, pad_edge=False)
+def stats_table(rows: list[ThroughputRow], by: str, width: int | None = None) -> Table:
+    """The rows as people read them, in a terminal of this width."""
+    time = by in TIMES
     spans = any(row.span_s is not None for row in rows)
-    span = ("in span",) if spans else ()
-    for name in (
-        *("jobs", "failed", "prompt tok", "new tok", "tok/s"),
-        *span,
-        *("p50 s", "p95 s", "ttft p50", "active"),
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            escape(row.key) or "-",
+    columns = [
+        Column(f"{by} (UTC)" if time else by, "word" if time else "name"),
+        Column("jobs"),
+        Column("failed", keep=7),
+        Column("prompt tok", keep=5),
+        Column("new tok"),
+        Column("tok/s"),
+        *([Column("in span", keep=3)] if spans else []),
+        Column("p50 s", keep=6),
+        Column("p95 s", keep=8),
+        Column("ttft p50", keep=4),
+        Column("active", keep=8),
+    ]
+    cells = [
+        [
+            shown(row.key),
             f"{row.jobs:,}",
             f"{row.failed + row.expired:,}",
             f"{row.prompt_tokens:,}",
@@ -218,31 +223,20 @@ def stats_table(rows: list[ThroughputRow], by: str) -> Table:
             number(row.latency_p95_s, 2),
             number(row.ttft_p50_s, 2),
             "-" if row.active_fraction is None else f"{row.active_fraction:.0%}",
-        )
-    return table
+        ]
+        for row in rows
+    ]
+    return fitted(columns, cells, width)
 
 
-def sparklines(rows: list[ThroughputRow], by: str) -> list[str]:
+def sparklines(rows: list[ThroughputRow], by: str, width: int | None = None) -> list[str]:
     """The course of the main numbers over time, a line each; none where rows are no times."""
     if by not in TIMES or len(rows) < 2:
         return []
-    courses: dict[str, list[float | None]] = {
-        "tok/s": [row.tokens_per_s for row in rows],
-        "p95 s": [row.latency_p95_s for row in rows],
-        "active": [row.active_fraction for row in rows],
-    }
-    return [f"{name:>7} {sparkline(values)}" for name, values in courses.items()]
-
-
-def sparkline(values: list[float | None]) -> str:
-    """A bar for each value, from zero to the largest, which is named; a gap where there is none."""
-    bars = "▁▂▃▄▅▆▇█"
-    top = max((value for value in values if value is not None), default=0.0)
-    drawn = "".join(
-        " " if value is None else bars[min(len(bars) - 1, int(value / top * len(bars))) if top else 0]
-        for value in values
-    )
-    return f"{drawn}  up to {top:,.4g}"
+    courses = panels([row for _, row in over_time(rows, by)])
+    tokens, latency, active = courses.values()
+    lines = {"tok/s": tokens["tok/s"], "p95 s": latency["p95"], "active": active["active"]}
+    return [f"{name:>7} {sparkline(values, width and width - 8)}" for name, values in lines.items()]
 
 
 def number(value: float | None, digits: int) -> str:
