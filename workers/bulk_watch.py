@@ -9,6 +9,7 @@ from functools import partial
 from sqlalchemy import Engine
 
 from models_db import batches, jobs
+from models_db.batch_expiry import expire_batch
 from models_db.batches import BatchProgress
 from models_db.errors import UnknownBatchError
 from models_db.session import reading, transaction
@@ -80,6 +81,7 @@ class BatchWatch:
         self._sleep(pause_s)
         if pause_s and self._clock() >= self._next_republish:
             self.republish(batch_id)
+            expire_batch(self._engine, batch_id)
         if (began := self._clock()) >= self._next_report:
             self.progress(batch_id)
             ended = self._clock()
