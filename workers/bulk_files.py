@@ -48,6 +48,8 @@ def open_input(path: str) -> Iterator[IO[bytes]]:
             begins = file.read(16)
             file.seek(0)
         except OSError as error:
+            if path == STDIN:
+                raise  # it is the temporary file that cannot be written
             raise RequestError(
                 f"{path} cannot be read ({error.strerror})", field="INPUT", fix="Correct the path"
             ) from error

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from models_db.migrate import upgrade
+from models_db.scratch import scratch_file
+from workers.cli import app
 from workers.cli.common import ExitCode
 
 COMMAND = (sys.executable, "-m", "workers.cli")
@@ -82,3 +87,28 @@ def test_an_input_that_can_be_read_once_only_says_how_to_give_it(bulk: Sequence[
         os.close(keeps)
     assert "is a pipe, which is read once only. Save it in a file, or give - and pipe it in" in done.stderr
     assert done.returncode == ExitCode.USAGE
+
+
+def test_no_room_for_temporary_files_is_said_before_anything_starts(
+    bulk: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiny() -> sqlite3.Connection:
+        made = scratch_file()
+        made.execute("PRAGMA max_page_count = 4")
+        return made
+
+    source = "".join(f'{{"custom_id": "{n:0200}", "prompt": "x"}}\n' for n in range(200))
+    (tmp_path / "in.jsonl").write_text(source)
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.bulk_input.scratch_file", tiny)
+        done = CliRunner().invoke(app, bulk)
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert "a temporary file cannot be written (database or disk is full)" in done.stderr
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("workers.bulk_files.tempfile.TemporaryFile", full)
+    done = CliRunner().invoke(app, [*bulk[:2], "-", *bulk[3:]], input=source)
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert "a temporary file cannot be written (No space left on device)" in done.stderr

@@ -74,11 +74,16 @@ _NOT_WRITABLE = frozenset(
 )
 
 
+_SCRATCH_FULL = frozenset({10, 13, 14})  # SQLite's codes: cannot be written or read, full, cannot be opened
+
+
 class CommandGroup(typer.core.TyperGroup):
     """Shows the errors that are meant for people as one message without a traceback, with their exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; see the class."""
+        import sqlite3
+
         from models_db.errors import DatabaseError
 
         try:
@@ -99,6 +104,14 @@ class CommandGroup(typer.core.TyperGroup):
             )
             if error.errno == errno.EPIPE:
                 _fall_silent()
+            raise typer.Exit(ExitCode.UNAVAILABLE) from None
+        except sqlite3.OperationalError as error:
+            # Those of databases come wrapped: this is a scratch file's.
+            if error.sqlite_errorcode & 0xFF not in _SCRATCH_FULL:
+                raise
+            _say(
+                f"error: a temporary file cannot be written ({error}). Make room, or set TMPDIR to another folder"
+            )
             raise typer.Exit(ExitCode.UNAVAILABLE) from None
         except UnicodeEncodeError as error:
             if "surrogates" not in error.reason:
