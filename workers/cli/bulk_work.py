@@ -29,6 +29,20 @@ if TYPE_CHECKING:
 _PATIENCE_S = 5.0  # before a silent fleet is explained
 
 
+@contextmanager
+def _to_be_resumed(batch_id: str, options: str) -> Iterator[None]:
+    """Say how to go on where the database goes away in the middle."""
+    from models_db.errors import DatabaseUnavailableError
+
+    try:
+        yield
+    except DatabaseUnavailableError:
+        notice(
+            f"Batch {batch_id} stays as it is. Once the database is back: tokenmill bulk resume {batch_id} {options}"
+        )
+        raise
+
+
 class FedElsewhereError(TokenmillError):
     """Two commands feed one batch; this one stops."""
 
@@ -166,7 +180,7 @@ def submit_only(runner: BulkRunner, batch_id: str, made: BulkSource | None, file
     if made is not None and file is not None:
         began, already = time.monotonic(), runner.progress(batch_id).inserted
         try:
-            with fed_by_us_alone(batch_id):
+            with fed_by_us_alone(batch_id), _to_be_resumed(batch_id, "--no-wait"):
                 runner.feed(batch_id, made, file, bounded=False)
         except KeyboardInterrupt:
             fix = f"Submit the rest: tokenmill bulk resume {batch_id} --no-wait"
@@ -202,7 +216,7 @@ def work(
 
     began, before = time.monotonic(), runner.progress(batch_id)
     try:
-        with reporter(errors(), "bulk") as shown:
+        with _to_be_resumed(batch_id, f"-o {output}"), reporter(errors(), "bulk") as shown:
             show.to = shown
             if made is not None and file is not None:
                 with fed_by_us_alone(batch_id):
@@ -219,7 +233,8 @@ def work(
             notice("Standard input cannot be read again: of what is not in yet, nothing will run.")
         raise
     elapsed = time.monotonic() - began
-    exported = export_files(client.engine(), progress, made, file, output)
+    with _to_be_resumed(batch_id, f"-o {output}"):
+        exported = export_files(client.engine(), progress, made, file, output)
     # A rate is of what was watched from its beginning.
     rate = "" if before.done else f" ({exported.completion_tokens / max(elapsed, 1e-9):,.0f} tok/s)"
     notice(
