@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from sqlalchemy import Engine
@@ -22,6 +22,9 @@ from tests.servers import (
     server,
     skip_or_fail,
 )
+
+if TYPE_CHECKING:
+    import openai
 
 MARKS = {"sqlite": (), "postgresql": (pytest.mark.postgres,), "mariadb": (pytest.mark.mysql,)}
 KINDS = [pytest.param(kind, id=kind, marks=MARKS[kind]) for kind in get_args(Kind)]
@@ -89,6 +92,38 @@ def make_fleet(redis_server: RedisServer, tmp_path: Path) -> Iterator[MakeFleet]
     yield make
     for fleet in made:
         fleet.close()
+
+
+@pytest.fixture(scope="module")
+def module_fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeFleet]:
+    """Makes a fleet on SQLite that the tests of a module share, with the times that settings have by default."""
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> Fleet:
+            url = f"sqlite:///{tmp_path_factory.mktemp('fleet') / 'fleet.db'}"
+            fleet = Fleet(redis_server, url, **settings)
+            stack.callback(fleet.close)
+            return fleet
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def url(fleet: Fleet) -> Iterator[str]:
+    """The address of a doorway to the ``fleet`` that a module has."""
+    from tests.fleet.doorway import serving  # web servers, which most modules do without
+
+    with serving(fleet.settings) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of the doorway."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
 
 
 @pytest.fixture

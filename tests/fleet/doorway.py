@@ -1,16 +1,24 @@
-"""A running ``tokenmill serve`` for tests: the application under Uvicorn, on a thread and a free port."""
+"""``tokenmill serve`` for tests: the application under Uvicorn, on a thread and a free port; batches of its API."""
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
+from models_db import api_batches, batches, files
+from models_db.session import transaction
 from tests.fleet.fleet import PATIENCE_S, wait_until
+from workers.client import Client
 from workers.serve.app import make_app
 from workers.settings import Settings
+
+IDLE = "nobody"  # a model without workers
 
 
 @contextmanager
@@ -27,3 +35,32 @@ def serving(settings: Settings, *, open_to_all: bool = True, timeout_s: float = 
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
+
+
+def line(custom_id: str, words: str, **body: Any) -> str:
+    """A line of a batch of chats."""
+    whole = {"model": "echo", "messages": [{"role": "user", "content": words}], "temperature": 0} | body
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": whole}
+    )
+
+
+def api_batch(client: Client, lines: int, *, model: str = IDLE, tenant: str = "") -> str:
+    """A batch of the API with so many lines that nobody feeds yet."""
+    rows = "\n".join(line(f"q{n}", f"word{n}", max_tokens=1, model=model) for n in range(lines)).encode()
+
+    def create(conn: Any) -> str:
+        file = files.store_file(conn, io.BytesIO(rows), tenant=tenant, filename="in.jsonl", purpose="batch")
+        batch_id = batches.create_batch(conn, name="in.jsonl")
+        api_batches.add_api_batch(
+            conn,
+            batch_id,
+            tenant=tenant,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            input_file_id=file.id,
+            labels=None,
+        )
+        return batch_id
+
+    return transaction(client.engine(), create)

@@ -21,10 +21,9 @@ from models_db.migrate import upgrade
 from models_db.session import make_engine, reading, transaction
 from models_db.tables import BatchState, JobState
 from tests.db.helpers import add_workers, claim_one, new_job
-from tests.fleet.doorway import serving
-from tests.fleet.fleet import Fleet, RedisServer, wait_until
-from tests.fleet.test_serve_batches import line
-from tests.fleet.test_serve_feeder import api_batch
+from tests.fleet.conftest import MakeFleet
+from tests.fleet.doorway import IDLE, api_batch, line, serving
+from tests.fleet.fleet import Fleet, wait_until
 from workers.bulk import BulkRunner
 from workers.bulk_input import LineOptions
 from workers.bulk_source import validate_source
@@ -35,18 +34,13 @@ from workers.serve import batches as doorway_batches
 from workers.serve import feeder as feeders
 from workers.serve.feeder import BatchFeeder
 
-IDLE = "nobody"
 LINES = 2 * PIECE + 500
 
 
 @pytest.fixture(scope="module")
-def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(module_fleet: MakeFleet) -> Fleet:
     """A fleet without workers: what waits goes on waiting."""
-    running = Fleet(
-        redis_server, f"sqlite:///{tmp_path_factory.mktemp('cancel') / 'fleet.db'}", models=[IDLE]
-    )
-    yield running
-    running.close()
+    return module_fleet(models=[IDLE])
 
 
 @pytest.fixture

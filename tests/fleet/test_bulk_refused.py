@@ -12,7 +12,7 @@ from models_db.jobs import insert_jobs
 from models_db.tables import BatchState, JobState
 from tests.db.helpers import add_workers, claim_one, finish_one, new_job
 from tests.fleet.bulk_world import rows, write
-from tests.fleet.test_serve_feeder import api_batch
+from tests.fleet.doorway import api_batch
 from workers.bulk import BulkRunner
 from workers.bulk_input import LineOptions
 from workers.bulk_source import validate_source
@@ -59,9 +59,8 @@ def test_no_command_writes_over_the_input(fleet: LocalFleet, tmp_path: Path, nam
     assert source.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", name]
     assert (runner.progress(batch_id).state, runner.progress(batch_id).inserted) == (BatchState.VALIDATING, 0)
-    assert (
-        bulk(fleet, "export", batch_id, "-o", tmp_path / "other.jsonl").exit_code == ExitCode.FAILED
-    )  # none is in
+    # No line is in.
+    assert bulk(fleet, "export", batch_id, "-o", tmp_path / "other.jsonl").exit_code == ExitCode.FAILED
 
 
 def test_failed_lines_of_the_http_api_are_not_run_again_in_vain(fleet: LocalFleet, tmp_path: Path) -> None:

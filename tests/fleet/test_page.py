@@ -19,6 +19,7 @@ from selenium.webdriver.common.by import By
 
 from models_db.tables import JobState
 from tests.chaos.proxy import Proxy
+from tests.fleet.conftest import MakeFleet
 from tests.fleet.fleet import Fleet, RedisServer, wait_until
 from tests.servers import free_port
 from workers.demo import PROMPTS
@@ -63,13 +64,11 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chr
 
 
 @pytest.fixture(scope="module")
-def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(module_fleet: MakeFleet) -> Fleet:
     """One worker that says thirty words a second."""
-    url = f"sqlite:///{tmp_path_factory.mktemp('page') / 'fleet.db'}"
-    running = Fleet(redis_server, url, engine={"echo_tokens_per_s": 30})
+    running = module_fleet(engine={"echo_tokens_per_s": 30})
     running.worker()
-    yield running
-    running.close()
+    return running
 
 
 @contextmanager

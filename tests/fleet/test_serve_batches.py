@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -12,36 +11,16 @@ import pytest
 
 from models_db import keys
 from models_db.session import transaction
-from tests.fleet.doorway import serving
-from tests.fleet.fleet import Fleet, RedisServer, wait_until
+from tests.fleet.conftest import MakeFleet
+from tests.fleet.doorway import line, serving
+from tests.fleet.fleet import Fleet, wait_until
 
 
 @pytest.fixture(scope="module")
-def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('batches') / 'fleet.db'}"
-    running = Fleet(redis_server, url, max_file_bytes=100_000, models=["nobody"])
+def fleet(module_fleet: MakeFleet) -> Fleet:
+    running = module_fleet(max_file_bytes=100_000, models=["nobody"])
     running.worker()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def url(fleet: Fleet) -> Iterator[str]:
-    with serving(fleet.settings) as address:
-        yield address
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
-
-
-def line(custom_id: str, words: str, **body: Any) -> str:
-    whole = {"model": "echo", "messages": [{"role": "user", "content": words}], "temperature": 0} | body
-    return json.dumps(
-        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": whole}
-    )
+    return running
 
 
 def run(client: openai.OpenAI, *rows: str) -> Any:

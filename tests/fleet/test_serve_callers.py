@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, closing
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,8 +18,9 @@ from models_db import keys
 from models_db.door_tables import StoredFile
 from models_db.session import transaction
 from models_db.tables import JobState
+from tests.fleet.conftest import MakeFleet
 from tests.fleet.doorway import serving
-from tests.fleet.fleet import PATIENCE_S, Fleet, RedisServer, wait_until
+from tests.fleet.fleet import PATIENCE_S, Fleet, wait_until
 from workers.serve.app import EventStream
 
 MOST_BYTES = 100_000
@@ -28,18 +29,9 @@ FORM: dict[str, Any] = {"purpose": (None, "batch"), "file": ("in.jsonl", b"{}")}
 
 
 @pytest.fixture(scope="module")
-def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(module_fleet: MakeFleet) -> Fleet:
     """Without a worker: nothing is ever answered."""
-    url = f"sqlite:///{tmp_path_factory.mktemp('callers') / 'fleet.db'}"
-    running = Fleet(redis_server, url, max_file_bytes=MOST_BYTES)
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def url(fleet: Fleet) -> Iterator[str]:
-    with serving(fleet.settings) as address:
-        yield address
+    return module_fleet(max_file_bytes=MOST_BYTES)
 
 
 def connected(url: str) -> http.client.HTTPConnection:

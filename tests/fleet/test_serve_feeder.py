@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -18,8 +17,9 @@ from models_db.jobs import retry_failed
 from models_db.session import reading, transaction
 from models_db.tables import BatchState, JobState
 from tests.db.helpers import add_workers, claim_one, finish_one, new_result
-from tests.fleet.fleet import Fleet, RedisServer, wait_until
-from tests.fleet.test_serve_batches import line
+from tests.fleet.conftest import MakeFleet
+from tests.fleet.doorway import IDLE, api_batch
+from tests.fleet.fleet import Fleet, wait_until
 from workers.bulk_export import write_rows
 from workers.client import Client
 from workers.openai_lines import openai_lines
@@ -27,43 +27,18 @@ from workers.payload import GeneratePayload
 from workers.serve.batches import batch_object
 from workers.serve.feeder import BatchFeeder, _by_turns
 
-IDLE = "nobody"
-
 
 @pytest.fixture(scope="module")
-def fleet(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('feeder') / 'fleet.db'}"
-    running = Fleet(redis_server, url, models=[IDLE])
+def fleet(module_fleet: MakeFleet) -> Fleet:
+    running = module_fleet(models=[IDLE])
     running.worker()
-    yield running
-    running.close()
+    return running
 
 
 @pytest.fixture
 def client(fleet: Fleet) -> Iterator[Client]:
     with Client(fleet.settings) as made:
         yield made
-
-
-def api_batch(client: Client, lines: int, *, model: str = IDLE, tenant: str = "") -> str:
-    """A batch of the API with so many lines that nobody feeds yet."""
-    rows = "\n".join(line(f"q{n}", f"word{n}", max_tokens=1, model=model) for n in range(lines)).encode()
-
-    def create(conn: Any) -> str:
-        file = files.store_file(conn, io.BytesIO(rows), tenant=tenant, filename="in.jsonl", purpose="batch")
-        batch_id = batches.create_batch(conn, name="in.jsonl")
-        api_batches.add_api_batch(
-            conn,
-            batch_id,
-            tenant=tenant,
-            endpoint="/v1/chat/completions",
-            completion_window="24h",
-            input_file_id=file.id,
-            labels=None,
-        )
-        return batch_id
-
-    return transaction(client.engine(), create)
 
 
 def cancel(client: Client, batch_id: str) -> None:

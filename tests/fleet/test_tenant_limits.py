@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,11 @@ from sqlalchemy import Connection, event, func, select
 from typer.testing import CliRunner
 
 from backend.api import RequestError
-from models_db import api_batches, batches, files, keys
+from models_db import batches, keys
 from models_db.errors import TenantLimitError
 from models_db.session import transaction
 from models_db.tables import BatchState, Job, JobState
-from tests.fleet.doorway import serving
+from tests.fleet.doorway import api_batch, serving
 from tests.fleet.echo_fleet import echo_fleet
 from tests.fleet.fleet import wait_until
 from workers.bulk import BulkRunner
@@ -174,37 +173,13 @@ def test_a_limited_tenants_batch_of_the_doorway_waits_for_room_and_lets_others_p
     settings = limited(fleet, tenant_limits={"slow": TenantLimit(jobs=2)})
     with Client(settings) as client:
 
-        def create(tenant: str, count: int) -> str:
-            line = {"method": "POST", "url": "/v1/chat/completions"}
-            body = {"model": IDLE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-            rows = "".join(
-                json.dumps(line | {"custom_id": f"c{n}", "body": body}) + "\n" for n in range(count)
-            )
-
-            def make(conn: Any) -> str:
-                data = io.BytesIO(rows.encode())
-                file = files.store_file(conn, data, tenant=tenant, filename="in.jsonl", purpose="batch")
-                batch_id = batches.create_batch(conn, name="in.jsonl")
-                api_batches.add_api_batch(
-                    conn,
-                    batch_id,
-                    tenant=tenant,
-                    endpoint="/v1/chat/completions",
-                    completion_window="24h",
-                    input_file_id=file.id,
-                    labels=None,
-                )
-                return batch_id
-
-            return transaction(client.engine(), make)
-
         def inserted(batch_id: str) -> int:
             with client.engine().connect() as conn:
                 progress = batches.batch_progress(conn, batch_id)
             assert progress is not None
             return progress.inserted
 
-        slow, other = create("slow", 5), create("other", 5)
+        slow, other = (api_batch(client, 5, model=IDLE, tenant=tenant) for tenant in ("slow", "other"))
         feeder = BatchFeeder(client)
         feeder.look()
         assert (inserted(slow), inserted(other)) == (2, 5)
