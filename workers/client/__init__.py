@@ -23,6 +23,8 @@ from models_db.errors import (
     TenantLimitError,
     UnknownJobError,
 )
+from models_db.records import JobStatus, StoredResult
+from models_db.tables import JobState
 from workers.broker import BrokerUnavailableError
 from workers.callbacks.signing import CallbackSignatureError, verify_callback
 from workers.client.aio import AsyncClient, AsyncJobHandle
@@ -33,6 +35,7 @@ from workers.client.errors import (
     SubmissionUnknownError,
     WaitTimeoutError,
 )
+from workers.client.fields import PayloadFields
 from workers.client.handle import JobHandle
 from workers.client.streaming import StreamTimeoutError
 from workers.client.submission import Submission
@@ -52,8 +55,12 @@ __all__ = [
     "JobFailedError",
     "JobHandle",
     "JobNotFinishedError",
+    "JobState",
+    "JobStatus",
     "NoDatabaseError",
+    "PayloadFields",
     "RequestError",
+    "StoredResult",
     "StreamEnd",
     "StreamEvent",
     "StreamTimeoutError",

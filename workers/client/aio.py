@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import redis.asyncio
 
@@ -17,6 +17,7 @@ from models_db.tables import JobState
 from workers.broker import Broker, async_stream_connection
 from workers.client.arguments import checked_size
 from workers.client.errors import JobNotFinishedError, WaitTimeoutError
+from workers.client.fields import PayloadFields
 from workers.client.streaming import check_last_id, read_stream_async
 from workers.client.sync import Client
 from workers.client.waiting import check_timeout, pauses
@@ -88,7 +89,7 @@ class AsyncClient:
         token_ids: Sequence[int] | None = None,
         model: str | None = None,
         idempotency_key: str | None = None,
-        **params: Any,
+        **params: Unpack[PayloadFields],
     ) -> AsyncJobHandle:
         """See ``Client.submit``."""
         handle = await self._run(

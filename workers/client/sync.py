@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import redis
 from sqlalchemy import Connection, Engine
@@ -36,6 +36,7 @@ from workers.client.errors import (
     SubmissionUnknownError,
     WaitTimeoutError,
 )
+from workers.client.fields import PayloadFields
 from workers.client.handle import JobHandle
 from workers.client.streaming import check_last_id, concluded, read_stream
 from workers.client.submission import Submission, delivery
@@ -102,7 +103,7 @@ class Client:
         token_ids: Sequence[int] | None = None,
         model: str | None = None,
         idempotency_key: str | None = None,
-        **params: Any,
+        **params: Unpack[PayloadFields],
     ) -> JobHandle:
         """Accept one job and publish it; returns as soon as it is accepted, without waiting for a worker.
 
@@ -113,7 +114,7 @@ class Client:
             model: the served model; the settings' own when unset.
             idempotency_key: the same key gives the same job, however often it is submitted.
             params: any other field of the payload: ``max_tokens``, ``priority``, ``callback_url``, … (see
-                ``workers.payload.GeneratePayload``).
+                ``PayloadFields``).
 
         Raises:
             RequestError: the request is bad; nothing was stored.
@@ -125,9 +126,10 @@ class Client:
             DatabaseUnavailableError, SchemaError: nothing was stored.
             BrokerUnavailableError: only without a database; with one the job is kept and published later.
         """
-        fields = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
-        fields = {name: value for name, value in fields.items() if value is not None} | params
-        payload = self.payload(fields | ({"model": model} if model is not None else {}))
+        ours = {"prompt": prompt, "messages": messages, "token_ids": token_ids, "model": model}
+        payload = self.payload(
+            {name: value for name, value in ours.items() if value is not None} | {**params}
+        )
         return self.submit_payloads([Submission(payload, idempotency_key=idempotency_key)])[0]
 
     def submit_many(self, requests: Iterable[Mapping[str, Any]]) -> list[JobHandle]:
