@@ -5,28 +5,17 @@ On a machine without a GPU the same tests run in Triton's interpreter with ``TRI
 
 from __future__ import annotations
 
-import os
 import random
 import zlib
 
 import pytest
 import torch
 
+from tests.gpu.interpreter import BF16, DEVICE, DTYPES, F16, F32, INTERPRETED, KERNEL_MARKS
 from tests.gpu.kernel_references import attend, gather_rows, relative_error, rms_norm, rotate
 from tests.gpu.paged_rows import make_rows
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="no CUDA device, and TRITON_INTERPRET is not 1",
-    ),
-]
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# The interpreter truncates where it should round to bf16.
-DTYPES = [F32, F16] if INTERPRETED else [F32, BF16, F16]
+pytestmark = KERNEL_MARKS
 # Relative error against float64: what the type's own rounding of inputs and weights costs, with room.
 TOLERANCE = {F32: 3e-6, F16: 2e-3, BF16: 1e-2}
 

@@ -5,26 +5,16 @@ On a machine without a GPU the same tests run in Triton's interpreter with ``TRI
 
 from __future__ import annotations
 
-import os
 import random
 import zlib
 
 import pytest
 import torch
 
+from tests.gpu.interpreter import BF16, DEVICE, DTYPES, F32, INTERPRETED, KERNEL_MARKS
 from tests.gpu.sample_rows import Case, Row, random_row
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="no CUDA device, and TRITON_INTERPRET is not 1",
-    ),
-]
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = [F32, F16] if INTERPRETED else [F32, BF16, F16]
+pytestmark = KERNEL_MARKS
 ROWS = 6 if INTERPRETED else 64
 VOCABS = [50, 4500] if INTERPRETED else [50, 32003, 128256]
 INF, NAN = float("inf"), float("nan")

@@ -5,25 +5,16 @@ On a machine without a GPU the first of them run in Triton's interpreter with ``
 
 from __future__ import annotations
 
-import os
 import zlib
 
 import pytest
 import torch
 
+from tests.gpu.interpreter import BF16, DEVICE, F16, INTERPRETED, KERNEL_MARKS
 from tests.gpu.kernel_references import relative_error
 from tests.gpu.paged_rows import make_rows
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="no CUDA device, and TRITON_INTERPRET is not 1",
-    ),
-]
-BF16, F16 = torch.bfloat16, torch.float16
+pytestmark = KERNEL_MARKS
 TOLERANCE = {F16: 2e-3, BF16: 1e-2}  # relative error, as in test_kernels.py
 
 
