@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from backend.api import (
+    MAX_TOKEN_ID,
     Backend,
     FinishReason,
     GenerationRequest,
@@ -25,7 +26,7 @@ def bad_requests(vocab_size: int) -> list[tuple[str, GenerationRequest]]:
     too_long = tuple([1] * MODEL_LEN)
     return [
         ("token_ids", ask(vocab_size)),
-        ("token_ids", ask(1, 2**40)),
+        ("token_ids", ask(1, MAX_TOKEN_ID)),
         ("top_k", ask(top_k=vocab_size + 1)),
         ("stop_token_ids", ask(stop_token_ids=(vocab_size,))),
         ("prompt", ask(*too_long)),
