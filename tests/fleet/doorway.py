@@ -7,11 +7,13 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import uvicorn
 
 from models_db import api_batches, batches, files
+from models_db.base import utcnow
 from models_db.session import transaction
 from tests.fleet.fleet import PATIENCE_S, wait_until
 from workers.client import Client
@@ -51,7 +53,8 @@ def api_batch(client: Client, lines: int, *, model: str = IDLE, tenant: str = ""
 
     def create(conn: Any) -> str:
         file = files.store_file(conn, io.BytesIO(rows), tenant=tenant, filename="in.jsonl", purpose="batch")
-        batch_id = batches.create_batch(conn, name="in.jsonl")
+        due = utcnow() + timedelta(hours=24)
+        batch_id = batches.create_batch(conn, name="in.jsonl", deadline_at=due)
         api_batches.add_api_batch(
             conn,
             batch_id,

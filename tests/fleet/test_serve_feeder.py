@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
+from models_db.base import utcnow
 from models_db.jobs import retry_failed
 from models_db.session import reading, transaction
-from models_db.tables import BatchState, JobState
+from models_db.tables import Batch, BatchState, Job, JobState
 from tests.db.helpers import add_workers, claim_one, finish_one, new_result
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.doorway import IDLE, api_batch
@@ -122,6 +125,23 @@ def test_a_feeder_forgets_batches_that_are_done_with(fleet: Fleet) -> None:
         assert (mine._limited, mine._seen, other._limited, other._seen) == ({}, {}, {}, {})
         assert mine._next_beats.keys() <= {batch_id}
         mine.stop()
+
+
+def test_a_batch_that_no_worker_takes_ends_when_its_time_is_over(client: Client) -> None:
+    feeder = BatchFeeder(client)
+    batch_id = api_batch(client, 3)
+    feeder.look()
+    with client.engine().begin() as conn:
+        for table, column in ((Batch, Batch.id), (Job, Job.batch_id)):
+            due = update(table).where(column == batch_id, table.deadline_at.is_not(None))
+            changed = conn.execute(due.values(deadline_at=utcnow() - timedelta(seconds=1)))
+            assert changed.rowcount == (1 if table is Batch else 3)
+    feeder.look()
+    feeder.look()
+    with reading(client.engine()) as conn:
+        record, progress = api_batches.find_api_batch(conn, batch_id, "") or pytest.fail("it is there")
+    assert (progress.state, progress.counts[JobState.EXPIRED]) == (BatchState.EXPIRED, 3)
+    assert (record.answered, record.unanswered) == (0, 3)
 
 
 def test_a_limited_tenants_batch_goes_on_as_soon_as_its_jobs_end(fleet: Fleet) -> None:

@@ -32,6 +32,7 @@ from backend.api import TokenmillError
 from models_db import api_batches, batches, files
 from models_db.api_batches import ApiBatchRecord
 from models_db.batch_cancel import cancel_batch, to_cancel
+from models_db.batch_expiry import expire_batch
 from models_db.batch_rows import BatchRow
 from models_db.errors import DatabaseError, DatabaseUnavailableError, DuplicateCustomIdError, TenantLimitError
 from models_db.session import reading, transaction
@@ -299,6 +300,7 @@ class BatchFeeder:
                 return
         elif unended and not state.terminal:
             self._beat(record.batch_id)
+            expire_batch(self._client.engine(), record.batch_id)
             return
         end = partial(batches.finish_batch_if_done, batch_id=record.batch_id)
         ended = transaction(self._client.engine(), end)
