@@ -180,9 +180,8 @@ def from_end(job_id: str, end: StreamEnd) -> ApiError:
     """Why a job has no answer."""
     message = f"job {job_id}: {end.error_message or end.state}"
     if end.state == "failed" and end.error_type and end.error_type.endswith(_CALLERS_FAULT):
-        too_long = end.error_type.endswith(
-            PromptTooLongError.__name__
-        )  # the code that OpenAI's callers look for
+        # The code that OpenAI's callers look for.
+        too_long = end.error_type.endswith(PromptTooLongError.__name__)
         return invalid(message, code="context_length_exceeded" if too_long else "request_failed")
     if end.state == "expired":
         return ApiError(408, message, kind="server_error", code="expired")

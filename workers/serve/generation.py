@@ -87,9 +87,8 @@ class Generation:
                 extra["tenant"] = tenant
             if key is not None:
                 extra["idempotency_key"] = _job_key(tenant, key, index)
-                if (
-                    len(payloads) > 1
-                ):  # a part of what a repeated request is compared with: so many answers it wants
+                if len(payloads) > 1:
+                    # A part of what a repeated request is compared with: so many answers it wants.
                     extra["custom_id"] = f"{index + 1}/{len(payloads)}"
             requests.append(payload | extra)
         try:
